@@ -1,0 +1,17 @@
+# One object per header: a header that needs another one included first does not compile.
+file(GLOB_RECURSE PK_HEADERS CONFIGURE_DEPENDS RELATIVE "${CMAKE_SOURCE_DIR}"
+     cuda/*.cuh cuda/*.h ffi/*.h)
+foreach(header IN LISTS PK_HEADERS)
+  string(MAKE_C_IDENTIFIER "${header}" name)
+  cmake_path(GET header EXTENSION LAST_ONLY extension)
+  if(extension STREQUAL ".cuh")
+    set(source "${CMAKE_BINARY_DIR}/headers/${name}.cu")
+  else()
+    set(source "${CMAKE_BINARY_DIR}/headers/${name}.cc")
+  endif()
+  file(CONFIGURE OUTPUT "${source}" CONTENT "#include \"${header}\"\n#include \"${header}\"\n")
+  list(APPEND PK_HEADER_SOURCES "${source}")
+endforeach()
+add_library(pk_headers OBJECT ${PK_HEADER_SOURCES})
+target_include_directories(pk_headers SYSTEM PRIVATE "${PK_XLA_INCLUDE}" "${NB_DIR}/include" ${Python_INCLUDE_DIRS})
+target_link_libraries(pk_headers PRIVATE pk_tile)
