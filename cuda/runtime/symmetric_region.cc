@@ -1,0 +1,186 @@
+#include "runtime/symmetric_region.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "runtime/check.h"
+#include "runtime/driver.h"
+
+namespace pk {
+namespace {
+
+CUmemAllocationProp properties(int device) {
+  CUmemAllocationProp properties{};
+  properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  properties.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+  properties.location.id = device;
+  properties.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+  return properties;
+}
+
+// A descriptor that is closed when it goes out of scope.
+struct Descriptor {
+  int fd = -1;
+  ~Descriptor() {
+    if (fd >= 0) close(fd);
+  }
+};
+
+CUmemGenericAllocationHandle import_and_close(int fd) {
+  Descriptor descriptor{fd};
+  CUmemGenericAllocationHandle memory;
+  check(Driver::get().mem_import(&memory, reinterpret_cast<void*>(static_cast<intptr_t>(fd)),
+                                 CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
+        "cuMemImportFromShareableHandle");
+  return memory;
+}
+
+bool same_process(const Placement& a, const Placement& b) { return a.process == b.process; }
+
+bool one_process(const std::vector<Placement>& placements) {
+  return std::all_of(placements.begin(), placements.end(),
+                     [&](const Placement& p) { return same_process(p, placements[0]); });
+}
+
+}  // namespace
+
+AddressRange::AddressRange(size_t bytes) : bytes_(bytes) {
+  check(Driver::get().mem_address_reserve(&base_, bytes, 0, 0, 0), "cuMemAddressReserve");
+}
+
+AddressRange::AddressRange(AddressRange&& other) noexcept { *this = std::move(other); }
+
+AddressRange& AddressRange::operator=(AddressRange&& other) noexcept {
+  std::swap(base_, other.base_);
+  std::swap(bytes_, other.bytes_);
+  std::swap(pieces_, other.pieces_);
+  return *this;
+}
+
+AddressRange::~AddressRange() {
+  if (base_ == 0) return;
+  const Driver& driver = Driver::get();
+  for (const Piece& piece : pieces_) driver.mem_unmap(base_ + piece.offset, piece.bytes);
+  driver.mem_address_free(base_, bytes_);
+}
+
+void AddressRange::map(CUmemGenericAllocationHandle memory, size_t offset, size_t bytes,
+                       const std::vector<int>& devices) {
+  const Driver& driver = Driver::get();
+  const CUresult mapped = driver.mem_map(base_ + offset, bytes, 0, memory, 0);
+  driver.mem_release(memory);  // the mapping keeps the memory alive
+  check(mapped, "cuMemMap");
+  pieces_.push_back({offset, bytes});
+  std::vector<CUmemAccessDesc> access(devices.size());
+  for (size_t i = 0; i < devices.size(); ++i) {
+    access[i].location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    access[i].location.id = devices[i];
+    access[i].flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+  }
+  check(driver.mem_set_access(base_ + offset, bytes, access.data(), access.size()), "cuMemSetAccess");
+}
+
+SymmetricRegion::SymmetricRegion(Exchange& exchange, const std::vector<Placement>& placements, size_t most)
+    : placements_(placements), rank_(exchange.rank()), base_(placements.size()) {
+  const CUmemAllocationProp own = properties(placements[rank_].device);
+  check(Driver::get().mem_get_allocation_granularity(&granularity_, &own, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
+        "cuMemGetAllocationGranularity");
+  most_ = (most + granularity_ - 1) / granularity_ * granularity_;
+  own_ = AddressRange(most_);
+  for (const Placement& placement : placements) {
+    if (!same_process(placement, placements[rank_])) continue;
+    if (std::find(local_devices_.begin(), local_devices_.end(), placement.device) == local_devices_.end()) {
+      local_devices_.push_back(placement.device);
+    }
+  }
+  // Ranks of one process share one address space: the owner's mapping serves them all.
+  const std::vector<char*> addresses = exchange.all_gather(own_.base());
+  imported_.resize(placements.size());
+  for (size_t peer = 0; peer < placements.size(); ++peer) {
+    if (!same_process(placements[peer], placements[rank_])) imported_[peer] = AddressRange(most_);
+    base_[peer] = imported_[peer].base() ? imported_[peer].base() : addresses[peer];
+  }
+}
+
+void SymmetricRegion::grow(Exchange& exchange, size_t bytes, cudaStream_t stream) {
+  const size_t target = (bytes + granularity_ - 1) / granularity_ * granularity_;
+  if (target <= bytes_) return;
+  if (target > most_) throw Error("a symmetric region cannot grow to " + std::to_string(bytes) + " bytes");
+  const size_t added = target - bytes_;
+  const Driver& driver = Driver::get();
+  const CUmemAllocationProp own = properties(placements_[rank_].device);
+  const bool remote = !one_process(placements_);
+  Descriptor shared;
+  exchange.together("growing a workspace", [&] {
+    CUmemGenericAllocationHandle memory;
+    const std::string create = "cuMemCreate of " + std::to_string(added) +
+                               " bytes outside XLA's heap (lower XLA_PYTHON_CLIENT_MEM_FRACTION to leave room)";
+    check(driver.mem_create(&memory, added, &own, 0), create.c_str());
+    CUresult exported = CUDA_SUCCESS;
+    if (remote) exported = driver.mem_export(&shared.fd, memory, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
+    own_.map(memory, bytes_, added, local_devices_);
+    check(exported, "cuMemExportToShareableHandle");
+    check(cudaMemsetAsync(own_.base() + bytes_, 0, added, stream), "cudaMemsetAsync");
+    check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  });
+  // Nobody writes to a piece before its owner has cleared it (above) and everybody has mapped it (below).
+  exchange.together("mapping a workspace", [&] {
+    if (!remote) return;
+    const std::vector<int> received = exchange_descriptors(exchange, placements_, shared.fd);
+    for (size_t peer = 0; peer < received.size(); ++peer) {
+      if (received[peer] < 0) continue;
+      imported_[peer].map(import_and_close(received[peer]), bytes_, added, {placements_[rank_].device});
+    }
+  });
+  bytes_ = target;
+}
+
+PeerHeaps::PeerHeaps(Exchange& exchange, const std::vector<Placement>& placements, const void* pointer)
+    : imported_(placements.size()), base_(placements.size(), nullptr) {
+  if (one_process(placements)) return;  // plain pointers do
+  const Driver& driver = Driver::get();
+  const int rank = exchange.rank();
+  Descriptor shared;
+  exchange.together("exporting XLA's heap", [&] {
+    check(driver.mem_get_address_range(&own_base_, &own_bytes_, reinterpret_cast<CUdeviceptr>(pointer)),
+          "cuMemGetAddressRange of an XLA buffer");
+    CUmemGenericAllocationHandle memory;
+    check(driver.mem_retain_allocation_handle(&memory, reinterpret_cast<void*>(own_base_)),
+          "cuMemRetainAllocationHandle of XLA's heap (use XLA's default allocator)");
+    const CUresult exported = driver.mem_export(&shared.fd, memory, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
+    driver.mem_release(memory);
+    check(exported, "cuMemExportToShareableHandle of XLA's heap");
+  });
+  struct Heap {
+    uint64_t base, bytes;
+  };
+  const std::vector<Heap> heaps = exchange.all_gather(Heap{own_base_, own_bytes_});
+  exchange.together("mapping the peers' heaps", [&] {
+    const std::vector<int> received = exchange_descriptors(exchange, placements, shared.fd);
+    for (size_t peer = 0; peer < placements.size(); ++peer) {
+      if (received[peer] < 0) {
+        base_[peer] = reinterpret_cast<char*>(heaps[peer].base);
+        continue;
+      }
+      imported_[peer] = AddressRange(heaps[peer].bytes);
+      imported_[peer].map(import_and_close(received[peer]), 0, heaps[peer].bytes, {placements[rank].device});
+      base_[peer] = imported_[peer].base();
+    }
+  });
+}
+
+bool PeerHeaps::locate(const void* pointer, size_t bytes, uint64_t* offset) const {
+  const uint64_t address = reinterpret_cast<uint64_t>(pointer);
+  if (own_bytes_ == 0) {
+    *offset = address;
+    return true;
+  }
+  if (address < own_base_ || address + bytes > own_base_ + own_bytes_) return false;
+  *offset = address - own_base_;
+  return true;
+}
+
+}  // namespace pk

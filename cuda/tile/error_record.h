@@ -1,0 +1,36 @@
+// The device's last words: written once, by the first wait that ran out of time, then the kernel traps.
+//
+// The record lives in pinned host memory, because nothing on the device can be read after a trap.
+#pragma once
+
+#include <cstdint>
+
+namespace pk {
+
+enum class Op : uint32_t { kNone = 0, kRoundTrip = 1, kAllGather = 2 };
+
+// What a wait was for; the host turns it into words (runtime/error_text.h).
+enum class Slot : uint32_t {
+  kAddress = 0,  // the peer publishes its result: it has reached the op
+  kData = 1,     // a data word of the peer in the mailbox
+  kLeave = 2,    // the peer is done with this rank's buffers
+  kLanded = 3,   // a chunk of the peer in the landing buffer
+  kTaken = 4,    // the peer has emptied its landing buffer
+  kToken = 5,    // the peer's token when a communicator is checked
+};
+
+struct ErrorRecord {
+  uint32_t claimed;  // 0, then 1 by the thread that may write the rest
+  uint32_t ready;    // 1 when the rest is there
+  Op op;
+  Slot slot;
+  int32_t rank;
+  int32_t num_ranks;
+  int32_t peer;
+  int32_t channel;
+  uint32_t expected;
+  uint32_t seen;
+  uint64_t waited_ns;
+};
+
+}  // namespace pk
