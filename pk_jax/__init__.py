@@ -1,0 +1,15 @@
+"""pk_jax: multi-GPU collectives for JAX that treat a peer's memory as one more memory level."""
+
+from pk_jax.collectives import all_gather as all_gather
+from pk_jax.collectives import all_to_all as all_to_all
+from pk_jax.collectives import pmax as pmax
+from pk_jax.collectives import pmean as pmean
+from pk_jax.collectives import pmin as pmin
+from pk_jax.collectives import ppermute as ppermute
+from pk_jax.collectives import psum as psum
+from pk_jax.collectives import psum_scatter as psum_scatter
+from pk_jax.collectives import ragged_all_to_all as ragged_all_to_all
+from pk_jax.config import Config as Config
+from pk_jax.config import use_config as use_config
+
+__version__ = "0.1.0"

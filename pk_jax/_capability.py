@@ -1,0 +1,180 @@
+"""What one process can do for the CUDA path, and how the processes of a run tell each other."""
+
+import dataclasses
+import json
+import os
+import re
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from pk_jax import _compat, _registry
+from pk_jax._compat import Device
+
+# Long enough for the slowest process to trace its way to its first pk op.
+EXCHANGE_TIMEOUT_S = 300
+
+_KEY = "pk_jax/capability/{}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """One GPU of a process.
+
+    Attributes:
+        id: JAX's global device id.
+        uuid: the GPU's own name, the same in every process.
+        compute_capability: (major, minor).
+        reaches: uuid of each other GPU the process sees -> whether this GPU has peer access to it.
+    """
+
+    id: int
+    uuid: str
+    compute_capability: tuple[int, int]
+    reaches: dict[str, bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class Capability:
+    """One process: what pk_jax found in it.
+
+    Attributes:
+        index: process index in the run.
+        host_id: equal exactly for processes that can pass each other file descriptors.
+        allocator: kind of XLA's heap: "default", "platform" or "cuda_async".
+        preallocate: whether the heap is reserved at the start, as one region.
+        version: versions of pk_jax and jaxlib.
+        problem: why the kernels cannot run in this process at all; None if they can.
+        gpus: the GPUs of the process.
+    """
+
+    index: int
+    host_id: str = ""
+    allocator: str = "default"
+    preallocate: bool = True
+    version: str = ""
+    problem: str | None = None
+    gpus: tuple[Gpu, ...] = ()
+
+    @property
+    def one_heap(self) -> bool:
+        """Whether all of XLA's memory lies in one region that can be exported."""
+        return self.preallocate and self.allocator in ("default", "bfc")
+
+    def to_json(self) -> str:
+        """The record as text."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Capability":
+        """The record that `to_json` wrote."""
+        fields = json.loads(text)
+        gpus = tuple(
+            Gpu(**gpu | {"compute_capability": tuple(gpu["compute_capability"])})
+            for gpu in fields.pop("gpus")
+        )
+        return cls(**fields, gpus=gpus)
+
+
+# Records by process index, for each JAX client: a client lives as long as one distributed run, so
+# a record is published once and read once in it. Weak, so as not to keep a backend alive.
+_records: weakref.WeakKeyDictionary[Any, dict[int, Capability]] = weakref.WeakKeyDictionary()
+
+
+def of_processes(devices: Sequence[Device]) -> list[Capability]:
+    """The records of the processes that own the devices, by process index.
+
+    Raises:
+        RuntimeError: a process did not publish its record.
+    """
+    client = devices[0].client
+    me = client.process_index()
+    indices = sorted({device.process_index for device in devices})
+    board = _compat.distributed_client()
+    if board is None and indices != [me]:
+        # The same in every process, so the choice still agrees.
+        problem = "the run has several processes but no jax.distributed store to agree through"
+        return [Capability(index, problem=problem) for index in indices]
+    known = _records.setdefault(client, {})
+    if me not in known:
+        known[me] = describe(client)
+        if board is not None:
+            board.key_value_set(_KEY.format(me), known[me].to_json(), allow_overwrite=True)
+    for index in indices:
+        if index not in known:
+            known[index] = _read(board, index)
+    return [known[index] for index in indices]
+
+
+def describe(client: Any) -> Capability:
+    """This process's record.
+
+    It is asked for before the first call to a handler, so it also tells the library which of its
+    GPUs is which JAX device.
+    """
+    problem = _registry.why_missing() or _other_cuda(client)
+    base = Capability(
+        index=client.process_index(),
+        allocator=os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower(),
+        preallocate=os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower()
+        not in ("0", "false"),
+        version=_versions(),
+        problem=problem,
+    )
+    if problem is not None:
+        return base
+    try:
+        topology = _registry.library.topology()
+    except RuntimeError as error:
+        return dataclasses.replace(base, problem=str(error))
+    ids = {device.local_hardware_id: device.id for device in client.local_devices()}
+    _registry.library.set_local_devices(ids)
+    return dataclasses.replace(base, host_id=_registry.library.host_id(), gpus=_gpus(topology, ids))
+
+
+def _gpus(topology: dict[str, Any], ids: dict[int, int]) -> tuple[Gpu, ...]:
+    """The GPUs that JAX uses, with access to every GPU the process sees."""
+    seen = topology["devices"]
+    rows = zip(seen, topology["peer_access"], strict=True)
+    return tuple(
+        Gpu(
+            id=ids[device["ordinal"]],
+            uuid=device["uuid"],
+            compute_capability=tuple(device["compute_capability"]),
+            reaches={
+                other["uuid"]: bool(access)
+                for other, access in zip(seen, row, strict=True)
+                if other["uuid"] != device["uuid"]
+            },
+        )
+        for device, row in rows
+        if device["ordinal"] in ids
+    )
+
+
+def _other_cuda(client: Any) -> str | None:
+    """Whether XLA's CUDA plugin and our library were built for different CUDA majors."""
+    found = re.search(r"cuda (\d+)", client.platform_version)
+    built = _registry.cuda_runtime()
+    if found is None or built is None or int(found[1]) // 1000 == built[0]:
+        return None
+    return (
+        f"pk_jax was built for CUDA {built[0]} and JAX's plugin for CUDA {int(found[1]) // 1000}; "
+        f"install jax[cuda{built[0]}] or rebuild pk_jax"
+    )
+
+
+def _versions() -> str:
+    build = _registry.library.build_info()["version"] if _registry.library is not None else "none"
+    return f"pk_jax {build}, jaxlib {'.'.join(map(str, _compat.jaxlib_version()))}"
+
+
+def _read(board: Any, index: int) -> Capability:
+    try:
+        text = board.blocking_key_value_get(_KEY.format(index), EXCHANGE_TIMEOUT_S * 1000)
+    except Exception as error:
+        raise RuntimeError(
+            f"pk_jax: process {index} did not say within {EXCHANGE_TIMEOUT_S} s what it can do. "
+            "Every process of the mesh must reach the same pk op; look there for an earlier error"
+        ) from error
+    return Capability.from_json(text)

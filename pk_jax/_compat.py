@@ -1,0 +1,113 @@
+"""Everything pk_jax needs from JAX that JAX does not promise to keep.
+
+The only file that imports ``jax._src`` or reads a version. One function or name for each thing
+the rest of the package asks for, so that a new JAX release is a change to this file alone.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import jaxlib.version
+from jax._src import config as _jax_config
+from jax._src import core as _core
+from jax._src import distributed as _distributed
+from jax._src import dtypes as _dtypes
+from jax._src.interpreters import pxla as _pxla
+from jax._src.lax import parallel as _parallel
+from jax._src.sharding_impls import SPMDAxisContext as _SPMDAxisContext
+
+# A jax.Device, which type checkers take for a variable.
+Device = Any
+
+# lax's own primitives. pk's take their typing from them (abstract eval: shape, manual axis type,
+# NamedAxisEffect and the errors), so that the two cannot drift apart.
+all_gather_p: Any = _parallel.all_gather_p
+all_gather_invariant_p: Any = _parallel.all_gather_invariant_p
+all_gather_reduced_p: Any = _parallel.all_gather_reduced_p
+reduce_scatter_p: Any = _parallel.reduce_scatter_p
+
+
+def _new_defaults_state() -> Any:
+    # Not string_or_object_state: that one also reads an environment variable of the same name.
+    return _jax_config.State(
+        "pk_jax_config",
+        None,
+        "The pk_jax.Config that pk_jax.use_config has set.",
+        include_in_jit_key=True,
+        include_in_trace_context=True,
+    )
+
+
+# The defaults of use_config: thread-local like every JAX option, and a part of jit's cache key,
+# so that a function traced under one configuration is not reused under another.
+config_state: Any = _new_defaults_state()
+
+
+def jaxlib_version() -> tuple[int, ...]:
+    """The running jaxlib's version: (0, 11, 2)."""
+    digits = jaxlib.version.__version__.split(".")[:3]
+    return tuple(int(part) for part in digits if part.isdigit())
+
+
+def bound_axes() -> dict[Hashable, int]:
+    """Name and size of each axis a collective may use here: manual mesh axes and vmap's."""
+    return dict(_core.get_axis_env().axis_sizes)
+
+
+def check_vma() -> bool:
+    """Whether the enclosing shard_map types its values by the axes over which they vary."""
+    return _jax_config._check_vma.value
+
+
+def vary_over(axis_name: tuple[Hashable, ...], x: Any) -> Any:
+    """x, cast to vary over the axes where it did not (as lax's collectives do with operands)."""
+    return _parallel.insert_collective_pvary(axis_name, x)
+
+
+def state_over(x: Any, axis_name: tuple[Hashable, ...], op: str) -> str:
+    """How x is typed over the axes: "varying", "invarying", "reduced" or "unreduced".
+
+    Raises:
+        ValueError: differently over different axes.
+    """
+    return _parallel._get_from(_core.typeof(x), axis_name, op)
+
+
+def bits_per_element(dtype: Any) -> int:
+    return _dtypes.itemsize_bits(dtype)
+
+
+def rank_groups(
+    ctx: Any,
+    axis_name: tuple[Hashable, ...],
+    axis_index_groups: Sequence[Sequence[int]] | None,
+) -> list[list[int]]:
+    """The groups of a collective as logical ids (row-major positions in the mesh), in rank order.
+
+    Rank order is row-major over axis_name as given: over ("b", "a") the last name moves fastest,
+    whatever the order of the mesh's own axes.
+    """
+    groups = _pxla.axis_groups(ctx.module_context.axis_context, axis_name)
+    if axis_index_groups is not None:
+        groups = [[group[i] for i in chosen] for group in groups for chosen in axis_index_groups]
+    return [[int(i) for i in group] for group in groups]
+
+
+def mesh_devices(ctx: Any) -> list[Device] | None:
+    """The devices of the mesh being lowered for, by logical id; None when it has none."""
+    axis_context = ctx.module_context.axis_context
+    if not isinstance(axis_context, _SPMDAxisContext):
+        return None
+    mesh = axis_context.mesh
+    return list(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else None
+
+
+def module_of(ctx: Any) -> Any:
+    """The MLIR module being built: one object for all of a lowering, inner functions included."""
+    return ctx.module_context.module
+
+
+def distributed_client() -> Any | None:
+    """The key-value store client of jax.distributed; None in a single-process run."""
+    return _distributed.global_state.client

@@ -1,0 +1,1 @@
+"""How JAX sees an op: argument checks, abstract eval, lowering, batching, transposition."""

@@ -1,0 +1,137 @@
+"""Checks of the arguments that all collectives share; each error names values and remedy."""
+
+import math
+import operator
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+
+from pk_jax import _compat
+
+
+def check_axes(op: str, axis_name: Any, *, like_reduction: bool = False) -> tuple[Any, ...]:
+    """axis_name as a tuple of axes that are bound here.
+
+    Args:
+        op: name of the op, for messages.
+        axis_name: a name or a tuple of names.
+        like_reduction: also take a list and, beside names, positions of array axes (ints), as
+            lax's reductions do.
+    """
+    if like_reduction and isinstance(axis_name, list):
+        axis_name = tuple(axis_name)
+    axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    for name in axes:
+        if isinstance(name, int):
+            if like_reduction:
+                continue
+            raise TypeError(f"{op}: axis_name must be the name of a mesh axis, got the int {name}")
+        if not isinstance(name, Hashable) or name is None:
+            raise TypeError(
+                f"{op}: axis_name must be the name of a mesh axis or a tuple of names, "
+                f"got {axis_name!r}"
+            )
+        if name not in _compat.bound_axes():
+            raise NameError(_unbound(op, name))
+    if len(set(axes)) != len(axes):
+        raise ValueError(f"{op}: axis_name {axes} names an axis twice")
+    return axes
+
+
+def check_groups(
+    op: str,
+    axis_index_groups: Any,
+    axis_name: tuple[Any, ...],
+    *,
+    equal_sizes: bool = True,
+) -> tuple[tuple[int, ...], ...] | None:
+    """axis_index_groups as tuples of ints that split the axis into groups."""
+    if axis_index_groups is None:
+        return None
+    what = f"{op}: axis_index_groups={axis_index_groups!r}"
+    try:
+        if isinstance(axis_index_groups, str):
+            raise TypeError
+        groups = tuple(tuple(map(operator.index, group)) for group in axis_index_groups)
+    except TypeError:
+        raise TypeError(f"{what} must be a list of lists of ints") from None
+    size = bound_size(axis_name)
+    if sorted(i for group in groups for i in group) != list(range(size)):
+        raise ValueError(
+            f"{what} must hold each index 0..{size - 1} of axis {axis_name} (size {size}) "
+            "exactly once"
+        )
+    if equal_sizes and len({len(group) for group in groups}) > 1:
+        raise ValueError(f"{what} must all have one size, got {[len(g) for g in groups]}")
+    return groups
+
+
+def check_permutation(op: str, perm: Any, axis_name: tuple[Any, ...]) -> list[tuple[int, int]]:
+    """Pairs (source, destination) of ranks of the axis."""
+    what = f"{op}: perm={perm!r}"
+    try:
+        if not isinstance(perm, (list, tuple)):
+            raise TypeError
+        pairs = [(operator.index(source), operator.index(to)) for source, to in perm]
+    except (TypeError, ValueError):
+        raise TypeError(f"{what} must be a list of (source, destination) pairs of ints") from None
+    size = bound_size([name for name in axis_name if not isinstance(name, int)])
+    outside = [rank for pair in pairs for rank in pair if not 0 <= rank < size]
+    if outside:
+        raise ValueError(f"{what} names ranks {outside}; axis {axis_name} has 0..{size - 1}")
+    for side, word in enumerate(("source", "destination")):
+        ranks = [pair[side] for pair in pairs]
+        if len(set(ranks)) != len(ranks):
+            raise ValueError(f"{what} names a {word} twice: sources and destinations are unique")
+    return pairs
+
+
+def check_dimension(op: str, name: str, value: Any, ndim: int) -> int:
+    """A dimension argument as an int in 0..ndim - 1."""
+    try:
+        index = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{op}: {name} must be an int, got {value!r}") from None
+    if not -ndim <= index < ndim:
+        raise ValueError(f"{op}: {name}={index} is out of bounds for {ndim} dimensions")
+    return index % ndim
+
+
+def check_flag(op: str, name: str, value: Any) -> bool:
+    """A True/False argument as a bool."""
+    try:
+        return bool(operator.index(value))
+    except TypeError:
+        raise TypeError(f"{op}: {name} must be True or False, got {value!r}") from None
+
+
+def bound_size(axis_name: Sequence[Any], groups: tuple[tuple[int, ...], ...] | None = None) -> int:
+    """Ranks in a group: the product of the axes' sizes, or the size of the groups."""
+    if groups is not None:
+        return len(groups[0])
+    sizes = _compat.bound_axes()
+    return math.prod(sizes[name] for name in axis_name)
+
+
+def _unbound(op: str, name: Any) -> str:
+    mesh = jax.sharding.get_abstract_mesh()
+    bound = tuple(_compat.bound_axes())
+    if name in mesh.axis_names:
+        manual = tuple(axis for axis in mesh.axis_names if axis in bound)
+        wanted = {*manual, name}
+        return (
+            f"{op}: axis {name!r} of the mesh {mesh.axis_names} is not manual here (manual: "
+            f"{manual}); call it inside jax.shard_map with {name!r} among its axis_names, e.g. "
+            f"axis_names={{{', '.join(sorted(map(repr, wanted)))}}}"
+        )
+    if bound or mesh.axis_names:
+        return (
+            f"{op}: axis {name!r} is not in the mesh {mesh.axis_names} (axes bound here: {bound}); "
+            f"name one of these, or make the mesh with an axis {name!r}"
+        )
+    return (
+        f"{op}: axis {name!r} is unbound and there is no mesh here; call it in a function under "
+        f"jax.shard_map(f, mesh=..., in_specs=..., out_specs=...) with a mesh that has an axis "
+        f"{name!r}"
+    )

@@ -1,0 +1,303 @@
+"""The primitives pk_all_gather and pk_psum_scatter, each the other's transpose.
+
+Typing (shape, manual axis type, effects) is lax's: the abstract eval asks lax's primitive of the
+same meaning. What is ours is the lowering. Both are pure, data in and data out, so that JAX and XLA
+may drop, merge and replay them: all ranks run one program and do so alike.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching
+
+from pk_jax import _compat, _selection
+from pk_jax._primitives import checks
+from pk_jax._primitives.rules import Rules, define, next_channel, of_transpose
+from pk_jax._reference import collectives as reference
+from pk_jax._tuning import cost_model, hardware
+from pk_jax.config import Config
+
+all_gather_p = Primitive("pk_all_gather")
+psum_scatter_p = Primitive("pk_psum_scatter")
+
+
+# all_gather
+
+
+def all_gather(
+    x: Any,
+    axis_name: tuple[Any, ...],
+    *,
+    axis_index_groups: tuple[tuple[int, ...], ...] | None,
+    axis: int,
+    tiled: bool,
+    to: str,
+    implementation: str | None,
+    config: Config,
+    strict: bool = False,
+) -> Any:
+    """Binds pk_all_gather to one array; the arguments are checked.
+
+    Args:
+        x: the array.
+        axis_name: the axes.
+        axis_index_groups: the groups, if any.
+        axis: dimension of the result, not negative.
+        tiled: as in lax.
+        to: as in lax.
+        implementation: as in the public function.
+        config: the resolved Config.
+        strict: config.mechanism was asked for in the call: if it cannot move x that is an error,
+            where a mechanism that is only a default gives way.
+    """
+    size = checks.bound_size(axis_name, axis_index_groups)
+    if not _compat.check_vma():
+        # Without types there is one all_gather, the one whose transpose sums: results of an
+        # untyped shard_map carry a cotangent on every rank.
+        to = "varying"
+    if to != "reduced":
+        x = _compat.vary_over(axis_name, x)
+    return all_gather_p.bind(
+        x,
+        axis_name=axis_name,
+        axis_index_groups=axis_index_groups,
+        axis_size=size,
+        all_gather_dimension=axis,
+        tiled=tiled,
+        to=to,
+        implementation=implementation,
+        config=_possible(config, jnp.shape(x), jnp.result_type(x), axis, size, strict),
+    )
+
+
+_LAX_ALL_GATHER = {
+    "varying": _compat.all_gather_p,
+    "invarying": _compat.all_gather_invariant_p,
+    "reduced": _compat.all_gather_reduced_p,
+}
+
+
+def _as_lax(params: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The lax primitive of the same meaning and its parameters."""
+    names = ["axis_name", "axis_size", "all_gather_dimension", "tiled"]
+    if params["to"] == "varying":
+        names.append("axis_index_groups")
+    return _LAX_ALL_GATHER[params["to"]], {name: params[name] for name in names}
+
+
+def _all_gather_abstract_eval(x: Any, **params: Any) -> Any:
+    primitive, lax_params = _as_lax(params)
+    return primitive.abstract_eval(x, **lax_params)
+
+
+def _all_gather_transpose(cotangent: Any, x: Any, **params: Any) -> Any:
+    if params["to"] != "varying":
+        # A slice, or a sum left undone: nothing that pk could do better.
+        primitive, lax_params = _as_lax(params)
+        return ad.primitive_transposes[primitive](cotangent, x, **lax_params)
+    return (
+        psum_scatter(
+            cotangent,
+            params["axis_name"],
+            scatter_dimension=params["all_gather_dimension"],
+            axis_index_groups=params["axis_index_groups"],
+            tiled=params["tiled"],
+            implementation=of_transpose(params),
+        ),
+    )
+
+
+def _all_gather_batch(axis_data: Any, operands: Any, dims: Any, **params: Any) -> Any:
+    (x,), (d,) = operands, dims
+    if axis_data.name in params["axis_name"]:
+        # The gathered axis is the mapped one: no data crosses devices.
+        primitive, lax_params = _as_lax(params)
+        return batching.fancy_primitive_batchers[primitive](axis_data, operands, dims, **lax_params)
+    if d is not None:
+        axis = params["all_gather_dimension"]
+        if d <= axis:
+            params["all_gather_dimension"] = axis + 1
+        elif not params["tiled"]:
+            d += 1
+    return all_gather_p.bind(x, **params), d
+
+
+def _all_gather_reference(x: Any, **params: Any) -> Any:
+    return reference.all_gather(
+        x,
+        params["axis_name"],
+        axis_index_groups=params["axis_index_groups"],
+        axis=params["all_gather_dimension"],
+        tiled=params["tiled"],
+        to=params["to"],
+    )
+
+
+def _all_gather_cuda(ctx: Any, x: Any, groups: list[list[int]], **params: Any) -> Any:
+    """Emits the custom call: x seen as [outer, inner], the result as [outer, ranks, inner]."""
+    (aval,) = ctx.avals_in
+    devices = _compat.mesh_devices(ctx)
+    choice = _choose(
+        params["config"],
+        aval.shape,
+        aval.dtype,
+        params["all_gather_dimension"],
+        params["axis_size"],
+        devices[0].device_kind if devices else None,
+    )
+    logical_ids = np.array(groups, np.int64).ravel()
+    if devices:
+        global_ids = np.array([device.id for device in devices], np.int64)[logical_ids]
+    else:
+        global_ids = logical_ids
+    emit = jax.ffi.ffi_lowering("pk_jax_all_gather")
+    return emit(
+        ctx,
+        x,
+        groups=logical_ids,
+        devices=global_ids,
+        group_size=np.int64(params["axis_size"]),
+        channel=np.int64(next_channel(ctx)),
+        outer=np.int64(math.prod(aval.shape[: params["all_gather_dimension"]])),
+        mechanism=choice.mechanism,
+        protocol=choice.protocol,
+        num_blocks=np.int64(choice.num_blocks),
+    )
+
+
+def _choose(
+    config: Config,
+    shape: tuple[int, ...],
+    dtype: Any,
+    axis: int,
+    num_ranks: int,
+    device_kind: str | None = None,
+) -> cost_model.Choice:
+    return cost_model.choose_all_gather(
+        hardware.lookup(device_kind),
+        bytes_per_rank=math.prod(shape) * dtype.itemsize,
+        num_ranks=num_ranks,
+        inner_bytes=math.prod(shape[axis:]) * dtype.itemsize,
+        mechanism=config.mechanism,
+        num_blocks=config.num_comm_sms,
+    )
+
+
+def _possible(
+    config: Config, shape: tuple[int, ...], dtype: Any, axis: int, num_ranks: int, strict: bool
+) -> Config:
+    """config, without its mechanism if that cannot move the operand and was only a default."""
+    if config.mechanism is None or _selection.why_not_dtype(dtype) is not None:
+        return config
+    try:
+        _choose(config, shape, dtype, axis, num_ranks)
+    except ValueError:
+        if strict:
+            raise
+        return dataclasses.replace(config, mechanism=None)
+    return config
+
+
+# psum_scatter
+
+
+def psum_scatter(
+    x: Any,
+    axis_name: tuple[Any, ...],
+    *,
+    scatter_dimension: int,
+    axis_index_groups: tuple[tuple[int, ...], ...] | None,
+    tiled: bool,
+    implementation: str | None,
+) -> Any:
+    """Binds pk_psum_scatter to one array; the arguments are checked."""
+    if _compat.state_over(x, axis_name, "psum_scatter") == "unreduced":
+        return lax.psum_scatter(
+            x,
+            axis_name,
+            scatter_dimension=scatter_dimension,
+            axis_index_groups=axis_index_groups,
+            tiled=tiled,
+        )
+    return psum_scatter_p.bind(
+        _compat.vary_over(axis_name, x),
+        axis_name=axis_name,
+        axis_index_groups=axis_index_groups,
+        axis_size=checks.bound_size(axis_name, axis_index_groups),
+        scatter_dimension=scatter_dimension,
+        tiled=tiled,
+        implementation=implementation,
+    )
+
+
+def _psum_scatter_abstract_eval(x: Any, *, implementation: Any, **lax_params: Any) -> Any:
+    return _compat.reduce_scatter_p.abstract_eval(x, **lax_params)
+
+
+def _psum_scatter_transpose(cotangent: Any, x: Any, **params: Any) -> Any:
+    return (
+        all_gather(
+            cotangent,
+            params["axis_name"],
+            axis_index_groups=params["axis_index_groups"],
+            axis=params["scatter_dimension"],
+            tiled=params["tiled"],
+            to="varying",
+            implementation=of_transpose(params),
+            config=Config(),
+        ),
+    )
+
+
+def _psum_scatter_batch(axis_data: Any, operands: Any, dims: Any, **params: Any) -> Any:
+    (x,), (d,) = operands, dims
+    if axis_data.name in params["axis_name"]:
+        lax_params = {k: v for k, v in params.items() if k != "implementation"}
+        rule = batching.fancy_primitive_batchers[_compat.reduce_scatter_p]
+        return rule(axis_data, operands, dims, **lax_params)
+    if d is not None:
+        axis = params["scatter_dimension"]
+        if d <= axis:
+            params["scatter_dimension"] = axis + 1
+        elif not params["tiled"]:
+            d -= 1
+    return psum_scatter_p.bind(x, **params), d
+
+
+def _psum_scatter_reference(x: Any, **params: Any) -> Any:
+    return reference.psum_scatter(
+        x,
+        params["axis_name"],
+        scatter_dimension=params["scatter_dimension"],
+        axis_index_groups=params["axis_index_groups"],
+        tiled=params["tiled"],
+    )
+
+
+define(
+    all_gather_p,
+    Rules(
+        op="all_gather",
+        abstract_eval=_all_gather_abstract_eval,
+        transpose=_all_gather_transpose,
+        batch=_all_gather_batch,
+        reference=_all_gather_reference,
+        emit_cuda=_all_gather_cuda,
+    ),
+)
+define(
+    psum_scatter_p,
+    Rules(
+        op="psum_scatter",
+        abstract_eval=_psum_scatter_abstract_eval,
+        transpose=_psum_scatter_transpose,
+        batch=_psum_scatter_batch,
+        reference=_psum_scatter_reference,
+    ),
+)

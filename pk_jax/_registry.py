@@ -1,0 +1,65 @@
+"""Loads the compiled part of pk_jax, if there is one, and registers its handlers with XLA.
+
+Nothing here fails an import: a machine without the library runs the reference, and `why_missing`
+keeps the reason for whoever asks (the selection, the doctor, implementation="cuda"). JAX queues
+registrations until a backend is made, so importing pk_jax starts no backend.
+"""
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+import jax
+
+from pk_jax import _compat
+
+# The first jaxlib whose FFI has the Collectives extension that the handlers ask for. An older one
+# would also refuse the library's FFI version, and with it the whole CUDA backend.
+OLDEST_JAXLIB = (0, 11, 2)
+
+library: Any = None
+load_error: Exception | None = None
+
+
+def why_missing() -> str | None:
+    """Why the handlers cannot be used in this process; None if they are registered."""
+    if _compat.jaxlib_version() < OLDEST_JAXLIB:
+        return (
+            f"jaxlib {_dotted(_compat.jaxlib_version())} has no FFI Collectives extension; "
+            f"install jaxlib >= {_dotted(OLDEST_JAXLIB)}"
+        )
+    if library is None:
+        return (
+            "the extension library pk_jax._ffi is not there "
+            f"({type(load_error).__name__}: {load_error}); "
+            "install pk_jax from source with a CUDA compiler"
+        )
+    return None
+
+
+def cuda_runtime() -> tuple[int, ...] | None:
+    """The CUDA runtime the library was built with, e.g. (13, 0); None without a library."""
+    if library is None:
+        return None
+    return tuple(int(part) for part in library.build_info()["cuda_runtime"].split("."))
+
+
+def _load() -> tuple[ModuleType | None, Exception | None]:
+    try:
+        return importlib.import_module("pk_jax._ffi"), None
+    except ImportError as error:
+        return None, error
+
+
+def _register() -> None:
+    for name, stages in library.handlers().items():
+        jax.ffi.register_ffi_target(name, stages, platform="CUDA")
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+library, load_error = _load()
+if why_missing() is None:
+    _register()

@@ -1,0 +1,206 @@
+"""Which implementation an op runs with, and why.
+
+Two halves. `why_not_cuda` and `why_not_dtype` are pure functions over plain records. Around them
+stands what gathers the records: each process describes itself once (`Capability`), and in a
+multi-process run publishes the description and reads the others', because every process compiles
+the same program and so must come to the same choice.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pk_jax import _capability, _compat
+from pk_jax._capability import Capability
+from pk_jax._compat import Device
+
+logger = logging.getLogger("pk_jax")
+
+OPS = (
+    "all_gather",
+    "psum",
+    "pmax",
+    "pmin",
+    "pmean",
+    "psum_scatter",
+    "all_to_all",
+    "ppermute",
+    "ragged_all_to_all",
+)
+CUDA_OPS = ("all_gather",)
+
+# What the pointer table of a communicator has room for.
+MAX_RANKS = 72
+
+COMPUTE_CAPABILITY = (9, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """The path of an op: "cuda" or "reference", and for the latter the reason.
+
+    Attributes:
+        path: "cuda" or "reference".
+        reason: why not the other one.
+        level: logging level that the reason deserves: a warning if a change to the machine or to
+            its settings would make the op faster.
+    """
+
+    path: str
+    reason: str = ""
+    level: int = logging.INFO
+
+
+class Path(NamedTuple):
+    """One row of `paths`."""
+
+    op: str
+    path: str
+    reason: str
+
+
+def decide(
+    op: str, dtype: Any, groups: Sequence[Sequence[int]], devices: Sequence[Device] | None
+) -> Decision:
+    """The path of an op that is being lowered for CUDA.
+
+    Args:
+        op: name of the op.
+        dtype: the operand's.
+        groups: logical ids of the ranks of each group.
+        devices: the devices by logical id; None if the mesh has none.
+
+    Raises:
+        RuntimeError: another process of the run did not say what it can do.
+    """
+    if op not in CUDA_OPS:
+        return Decision("reference", why_no_kernel(op))
+    reason = why_not_dtype(dtype)
+    if reason is not None:
+        return Decision("reference", reason)
+    if devices is None or devices[0].platform != "gpu":
+        return Decision("reference", _NO_DEVICES)
+    ids = [[devices[i].id for i in group] for group in groups]
+    reason = why_not_cuda(ids, _capability.of_processes(devices))
+    if reason is not None:
+        return Decision("reference", reason, logging.WARNING)
+    return Decision("cuda")
+
+
+def why_no_kernel(op: str) -> str:
+    """What to say of an op that has no CUDA implementation."""
+    return f"{op} has no CUDA implementation yet and runs through jax.lax"
+
+
+def why_not_dtype(dtype: Any) -> str | None:
+    """Why the CUDA path cannot move elements of a dtype; None if it can."""
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return f"dtype {dtype} is an extended dtype, and only plain elements are moved"
+    if _compat.bits_per_element(dtype) < 8:
+        return f"dtype {dtype} is smaller than a byte, and only whole bytes are moved"
+    return None
+
+
+def why_not_cuda(groups: Iterable[Sequence[int]], capabilities: Sequence[Capability]) -> str | None:
+    """Why the CUDA path cannot serve groups of devices; None if it can.
+
+    Every group counts, also those this process is not in: one program serves them all.
+
+    Args:
+        groups: global device ids of the ranks of each group.
+        capabilities: one record for each process that owns one of the devices.
+    """
+    several = len(capabilities) > 1
+    for process in capabilities:
+        if process.problem is not None:
+            return f"process {process.index}: {process.problem}" if several else process.problem
+    versions = {process.version for process in capabilities}
+    if len(versions) > 1:
+        return f"the processes run different versions of pk_jax and jaxlib: {sorted(versions)}"
+    for process in capabilities:
+        if process.allocator == "cuda_async":
+            return (
+                "XLA's heap is a cuda_async pool (XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async), which "
+                "no peer can map; unset XLA_PYTHON_CLIENT_ALLOCATOR"
+            )
+    owner = {gpu.id: (process, gpu) for process in capabilities for gpu in process.gpus}
+    for group in groups:
+        reason = _why_not_group([(i, *owner[i]) if i in owner else (i,) for i in group])
+        if reason is not None:
+            return reason
+    return None
+
+
+def paths(devices: Sequence[Device] | None = None) -> list[Path]:
+    """The path each op takes in a group of all the devices (this process's backend by default)."""
+    devices = list(devices if devices is not None else jax.devices())
+    rows = []
+    for op in OPS:
+        if devices[0].platform == "gpu":
+            decision = decide(op, jnp.float32, [range(len(devices))], devices)
+        else:
+            decision = Decision("reference", why_platform(op, devices[0].platform))
+        rows.append(Path(op, decision.path, decision.reason))
+    return rows
+
+
+def why_platform(op: str, platform: str) -> str:
+    """What to say of an op lowered for a platform other than CUDA."""
+    return f"{op} runs through jax.lax on platform {platform!r}; its kernels need CUDA devices"
+
+
+_logged: set[tuple[str, str]] = set()
+
+
+def log_once(op: str, decision: Decision) -> None:
+    """Logs why an op takes the reference, the first time it does for that reason."""
+    if (op, decision.reason) not in _logged:
+        _logged.add((op, decision.reason))
+        logger.log(decision.level, "%s takes the reference: %s", op, decision.reason)
+
+
+_NO_DEVICES = (
+    "the CUDA devices are not known here (an AbstractMesh, jax.export or a mesh of other devices); "
+    "pass jax.shard_map a concrete mesh or call jax.set_mesh(mesh)"
+)
+
+
+def _why_not_group(members: Sequence[tuple[Any, ...]]) -> str | None:
+    if len(members) > MAX_RANKS:
+        return f"a group of {len(members)} ranks is larger than {MAX_RANKS}"
+    for member in members:
+        if len(member) == 1:
+            return f"no process described device {member[0]}"
+        if member[2].compute_capability != COMPUTE_CAPABILITY:
+            have = ".".join(map(str, member[2].compute_capability))
+            need = ".".join(map(str, COMPUTE_CAPABILITY))
+            return (
+                f"device {member[0]} has compute capability {have}, and the kernels are built for "
+                f"{need} (Hopper)"
+            )
+    first, first_process, _ = members[0]
+    for device, process, _ in members:
+        if process.host_id != first_process.host_id:
+            return (
+                f"the axis crosses hosts: devices {first} (process {first_process.index}) and "
+                f"{device} (process {process.index}) cannot share memory"
+            )
+    if len({process.index for _, process, _ in members}) > 1:
+        for _, process, _ in members:
+            if not process.one_heap:
+                return (
+                    f"process {process.index} shares memory with other processes, and its heap is "
+                    "not one exportable region (XLA_PYTHON_CLIENT_ALLOCATOR=platform or "
+                    "XLA_PYTHON_CLIENT_PREALLOCATE=false); unset both"
+                )
+    for device, _, gpu in members:
+        for other, _, peer in members:
+            # A GPU that the process does not see is not in `reaches`; the communicator's round
+            # trip then tells.
+            if gpu.uuid != peer.uuid and not gpu.reaches.get(peer.uuid, True):
+                return f"device {device} has no peer access to device {other}"
+    return None

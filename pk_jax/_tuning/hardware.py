@@ -1,0 +1,119 @@
+"""The measured numbers of a machine, as plain data.
+
+The cost model reads nothing else, so a threshold is changed here and nowhere else.
+"""
+
+import dataclasses
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+# (x, bytes per second) points of a measured curve, x rising: blocks (SMs) that move the data, or
+# bytes of one copy.
+Curve = tuple[tuple[int, float], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """One kind of GPU and its links.
+
+    Attributes:
+        device_kind: what jax.Device.device_kind says of it.
+        num_sms: SMs on the chip.
+        hbm_bandwidth: bytes per second, reads and writes together.
+        link_bandwidth: the fastest any mechanism has moved bytes to a peer, one direction.
+        flag_latency: seconds from a release on one GPU to the acquire on another.
+        launch_overhead: host cost of one call captured in a CUDA graph.
+        store_bandwidth: mechanism -> bytes per second by number of blocks, idle chip.
+        loaded_store_bandwidth: the same beside a chip-filling GEMM.
+        copy_engine_bandwidth: bytes per second by bytes of one copy, idle chip.
+        loaded_copy_engine_bandwidth: the same beside a chip-filling GEMM.
+        ll_max_bytes: the most operand bytes a rank may send by the ll protocol, whose mailboxes
+            have a fixed size.
+        ll_bandwidth: bytes of payload per second by the ll protocol (half of the words is epoch).
+        tma_alignment: bulk copies move multiples of this many bytes.
+        block_overhead: seconds that a further block adds to a call (its launch and its flag).
+    """
+
+    device_kind: str
+    num_sms: int
+    hbm_bandwidth: float
+    link_bandwidth: float
+    flag_latency: float
+    launch_overhead: float
+    store_bandwidth: dict[str, Curve]
+    loaded_store_bandwidth: dict[str, Curve]
+    copy_engine_bandwidth: Curve
+    loaded_copy_engine_bandwidth: Curve
+    ll_max_bytes: int
+    ll_bandwidth: float
+    tma_alignment: int
+    block_overhead: float
+
+
+H200 = Hardware(
+    device_kind="NVIDIA H200",
+    num_sms=132,
+    hbm_bandwidth=4.8e12,
+    link_bandwidth=396e9,
+    flag_latency=1.2e-6,
+    launch_overhead=2.4e-6,
+    store_bandwidth={
+        "register": (
+            (1, 45e9),
+            (2, 91e9),
+            (4, 181e9),
+            (8, 347e9),
+            (16, 350e9),
+            (32, 353e9),
+            (132, 368e9),
+        ),
+        "tma": (
+            (1, 50e9),
+            (2, 101e9),
+            (4, 202e9),
+            (8, 350e9),
+            (16, 355e9),
+            (32, 359e9),
+            (132, 370e9),
+        ),
+    },
+    loaded_store_bandwidth={
+        "register": ((16, 329e9),),
+        "tma": ((8, 279e9), (16, 334e9)),
+    },
+    copy_engine_bandwidth=(
+        (64 * KIB, 25e9),
+        (MIB, 225e9),
+        (4 * MIB, 310e9),
+        (16 * MIB, 366e9),
+        (64 * MIB, 388e9),
+        (GIB, 396e9),
+    ),
+    loaded_copy_engine_bandwidth=(
+        (2 * MIB, 86e9),
+        (8 * MIB, 155e9),
+        (128 * MIB, 192e9),
+    ),
+    ll_max_bytes=128 * KIB,
+    ll_bandwidth=175e9,
+    tma_alignment=16,
+    block_overhead=10e-9,
+)
+"""Two H200 (141 GB) joined by NV18, driver 580.159, CUDA 13.0, measured 2026-11.
+
+Stores and copies: one direction, 1 GiB, idle chip; the register curve is made non-decreasing
+between 8 and 16 blocks, where two readings (350, 347) differ by less than their spread. Flags:
+half of a 2.44 us round trip by st.release.sys and ld.acquire.sys. Launch: an empty kernel with the
+command-buffer trait in a chain of 60. Loaded: both GPUs run a bf16 GEMM that fills the chip.
+ll_bandwidth is half of the register rate. hbm_bandwidth is the data sheet's. block_overhead is not
+measured: it is small enough to matter only where the message is.
+"""
+
+_BY_KIND = {H200.device_kind: H200}
+
+
+def lookup(device_kind: str | None = None) -> Hardware:
+    """The record of a device kind; the H200's where there is none of its own."""
+    return _BY_KIND.get(device_kind or "", H200)

@@ -1,0 +1,362 @@
+"""The collectives, with jax.lax's signatures and semantics.
+
+Every function runs inside ``jax.shard_map``, under ``jit``, ``grad``, ``vmap``, ``scan`` and
+``remat``, on any axis of any mesh. ``axis_name`` is a name or a tuple of names; the ranks of a
+tuple are in row-major order of the tuple as given. Beside lax's arguments all take
+
+* ``implementation``: None runs the CUDA kernels where they can run and ``jax.lax`` elsewhere (the
+  reason is logged once by the logger ``pk_jax``); "cuda" raises that reason as a
+  NotImplementedError; "reference" is always ``jax.lax``.
+* ``config``: a :class:`pk_jax.Config`. A knob that the op does not have is a ValueError.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from pk_jax import _compat, _selection
+from pk_jax import config as _config
+from pk_jax._primitives import checks
+from pk_jax._primitives import collectives as primitives
+from pk_jax._reference import collectives as reference
+from pk_jax.config import Config
+
+AxisName = Any
+Groups = Sequence[Sequence[int]] | None
+
+_TO = ("varying", "invarying", "reduced")
+
+
+def all_gather(
+    x: Any,
+    axis_name: AxisName,
+    *,
+    axis_index_groups: Groups = None,
+    axis: int = 0,
+    tiled: bool = False,
+    to: str = "varying",
+    implementation: str | None = None,
+    config: Config | None = None,
+) -> Any:
+    """Gathers every rank's x on every rank, as ``jax.lax.all_gather`` does.
+
+    Args:
+        x: an array or a pytree of arrays, of any dtype.
+        axis_name: the mesh axis or axes to gather over.
+        axis_index_groups: lists of indices of the axis, all of one size and holding each index
+            once; each gathers for itself.
+        axis: where the ranks' parts lie in the result.
+        tiled: concatenate the parts along the existing dimension `axis` instead of stacking them
+            along a new one.
+        to: the type of the result: "varying" over the axis, "invarying" (known to be equal on all
+            ranks; the transpose is a slice) or "reduced".
+        implementation: None, "cuda" or "reference".
+        config: the knobs ``mechanism`` and ``num_comm_sms``.
+
+    Returns:
+        x with a new dimension of the size of the axis at `axis`, or with dimension `axis` that
+        many times larger if tiled.
+
+    Four GPUs that hold two rows each::
+
+        >>> @jax.shard_map(mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))
+        ... def f(x):                                    # x: [2, 3]
+        ...     return pk.all_gather(x, "tp", tiled=True)  # [8, 3], the same on every GPU
+    """
+    op = "all_gather"
+    _config.check_implementation(op, implementation)
+    resolved = _config.resolve(op, config)
+    if to not in _TO:
+        raise ValueError(f"{op}: to must be one of {_TO}, got {to!r}")
+    axes = checks.check_axes(op, axis_name)
+    if not axes:
+        return x
+    groups = checks.check_groups(op, axis_index_groups, axes)
+    if groups is not None and to != "varying":
+        raise NotImplementedError(f"{op}: to={to!r} takes no axis_index_groups; use to='varying'")
+    tiled = checks.check_flag(op, "tiled", tiled)
+
+    def gather(leaf: Any) -> Any:
+        return primitives.all_gather(
+            leaf,
+            axes,
+            axis_index_groups=groups,
+            axis=checks.check_dimension(op, "axis", axis, np.ndim(leaf) + (not tiled)),
+            tiled=tiled,
+            to=to,
+            implementation=implementation,
+            config=resolved,
+            strict=config is not None and config.mechanism is not None,
+        )
+
+    return jax.tree.map(gather, x)
+
+
+def psum_scatter(
+    x: Any,
+    axis_name: AxisName,
+    *,
+    scatter_dimension: int = 0,
+    axis_index_groups: Groups = None,
+    tiled: bool = False,
+    implementation: str | None = None,
+    config: Config | None = None,
+) -> Any:
+    """Sums x over the ranks and leaves each its part, as ``jax.lax.psum_scatter`` does.
+
+    Args:
+        x: an array or a pytree of arrays.
+        axis_name: the mesh axis or axes to sum over.
+        scatter_dimension: the dimension of x of which each rank keeps a part.
+        axis_index_groups: lists of indices of the axis, all of one size and holding each index
+            once; each sums for itself.
+        tiled: keep `scatter_dimension`, smaller by the number of ranks; without it the dimension
+            must equal that number and is dropped.
+        implementation: None, "cuda" or "reference".
+        config: this op has no knobs yet.
+
+    Returns:
+        This rank's part of the sum.
+    """
+    op = "psum_scatter"
+    _check_reference_only(op, implementation, config)
+    axes = checks.check_axes(op, axis_name)
+    if not axes:
+        return x
+    groups = checks.check_groups(op, axis_index_groups, axes)
+    tiled = checks.check_flag(op, "tiled", tiled)
+
+    def scatter(leaf: Any) -> Any:
+        return primitives.psum_scatter(
+            leaf,
+            axes,
+            scatter_dimension=checks.check_dimension(
+                op, "scatter_dimension", scatter_dimension, np.ndim(leaf)
+            ),
+            axis_index_groups=groups,
+            tiled=tiled,
+            implementation=implementation,
+        )
+
+    return jax.tree.map(scatter, x)
+
+
+def psum(
+    x: Any,
+    axis_name: AxisName,
+    *,
+    axis_index_groups: Groups = None,
+    implementation: str | None = None,
+    config: Config | None = None,
+) -> Any:
+    """Sums x over the ranks, as ``jax.lax.psum`` does.
+
+    Args:
+        x: a number, an array or a pytree of them; what is not traced gives a constant, so
+            ``psum(1, axis_name)`` is the number of ranks. Booleans count as integers.
+        axis_name: the mesh axis or axes to sum over.
+        axis_index_groups: lists of indices of the axis, holding each index once; each sums for
+            itself. Needs ``jax.shard_map(..., check_vma=False)``, as in lax.
+        implementation: None, "cuda" or "reference".
+        config: this op has no knobs yet.
+
+    Returns:
+        The sum, of the shape of x.
+    """
+    axes, groups = _check_reduction("psum", axis_name, axis_index_groups, implementation, config)
+    _check_typed_groups("psum", x, groups)
+    return reference.psum(x, axes, axis_index_groups=groups)
+
+
+def pmean(
+    x: Any,
+    axis_name: AxisName,
+    *,
+    axis_index_groups: Groups = None,
+    implementation: str | None = None,
+    config: Config | None = None,
+) -> Any:
+    """The mean of x over the ranks, as ``jax.lax.pmean`` does; arguments as :func:`psum`."""
+    axes, groups = _check_reduction("pmean", axis_name, axis_index_groups, implementation, config)
+    _check_typed_groups("pmean", x, groups)
+    return reference.pmean(x, axes, axis_index_groups=groups)
+
+
+def pmax(
+    x: Any,
+    axis_name: AxisName,
+    *,
+    axis_index_groups: Groups = None,
+    implementation: str | None = None,
+    config: Config | None = None,
+) -> Any:
+    """The largest x over the ranks, as ``jax.lax.pmax`` does; arguments as :func:`psum`."""
+    axes, groups = _check_reduction("pmax", axis_name, axis_index_groups, implementation, config)
+    return reference.pmax(x, axes, axis_index_groups=groups)
+
+
+def pmin(
+    x: Any,
+    axis_name: AxisName,
+    *,
+    axis_index_groups: Groups = None,
+    implementation: str | None = None,
+    config: Config | None = None,
+) -> Any:
+    """The smallest x over the ranks, as ``jax.lax.pmin`` does; arguments as :func:`psum`."""
+    axes, groups = _check_reduction("pmin", axis_name, axis_index_groups, implementation, config)
+    return reference.pmin(x, axes, axis_index_groups=groups)
+
+
+def all_to_all(
+    x: Any,
+    axis_name: AxisName,
+    split_axis: int,
+    concat_axis: int,
+    *,
+    axis_index_groups: Groups = None,
+    tiled: bool = False,
+    implementation: str | None = None,
+    config: Config | None = None,
+) -> Any:
+    """Sends part i of x to rank i, as ``jax.lax.all_to_all`` does.
+
+    Args:
+        x: an array or a pytree of arrays.
+        axis_name: the mesh axis or axes.
+        split_axis: the dimension of x that is cut in one part per rank.
+        concat_axis: the dimension of the result along which the received parts lie.
+        axis_index_groups: lists of indices of the axis, all of one size and holding each index
+            once; each exchanges for itself.
+        tiled: cut `split_axis` in equal chunks and keep the number of dimensions; without it the
+            dimension must equal the number of ranks and moves to `concat_axis`.
+        implementation: None, "cuda" or "reference".
+        config: this op has no knobs yet.
+
+    Returns:
+        The received parts, joined along `concat_axis`.
+    """
+    op = "all_to_all"
+    _check_reference_only(op, implementation, config)
+    axes = checks.check_axes(op, axis_name)
+    groups = checks.check_groups(op, axis_index_groups, axes)
+    tiled = checks.check_flag(op, "tiled", tiled)
+    for leaf in jax.tree.leaves(x):
+        checks.check_dimension(op, "split_axis", split_axis, np.ndim(leaf))
+        checks.check_dimension(op, "concat_axis", concat_axis, np.ndim(leaf))
+    return reference.all_to_all(
+        x, axes, split_axis, concat_axis, axis_index_groups=groups, tiled=tiled
+    )
+
+
+def ppermute(
+    x: Any,
+    axis_name: AxisName,
+    perm: Sequence[tuple[int, int]],
+    *,
+    implementation: str | None = None,
+    config: Config | None = None,
+) -> Any:
+    """Sends x from rank to rank along `perm`, as ``jax.lax.ppermute`` does.
+
+    Args:
+        x: an array or a pytree of arrays.
+        axis_name: the mesh axis or axes.
+        perm: pairs (source, destination) of ranks, each rank at most once in either place.
+        implementation: None, "cuda" or "reference".
+        config: this op has no knobs yet.
+
+    Returns:
+        What this rank received; zeros if it is no pair's destination.
+    """
+    op = "ppermute"
+    _check_reference_only(op, implementation, config)
+    axes = checks.check_axes(op, axis_name, like_reduction=True)
+    return reference.ppermute(x, axes, checks.check_permutation(op, perm, axes))
+
+
+def ragged_all_to_all(
+    operand: Any,
+    output: Any,
+    input_offsets: Any,
+    send_sizes: Any,
+    output_offsets: Any,
+    recv_sizes: Any,
+    *,
+    axis_name: AxisName,
+    axis_index_groups: Groups = None,
+    implementation: str | None = None,
+    config: Config | None = None,
+) -> Any:
+    """Sends slices of different sizes to the ranks, as ``jax.lax.ragged_all_to_all`` does.
+
+    XLA has no such operation on CPU.
+
+    Args:
+        operand: the array whose leading dimension is cut.
+        output: the array whose slices are replaced by what arrives.
+        input_offsets: where the slice for each rank starts in `operand`.
+        send_sizes: its rows.
+        output_offsets: where it goes in that rank's `output`.
+        recv_sizes: the rows that arrive from each rank.
+        axis_name: the mesh axis or axes.
+        axis_index_groups: lists of indices of the axis, all of one size and holding each index
+            once; each exchanges for itself.
+        implementation: None, "cuda" or "reference".
+        config: this op has no knobs yet.
+
+    Returns:
+        `output` with the received slices in place.
+    """
+    op = "ragged_all_to_all"
+    _check_reference_only(op, implementation, config)
+    axes = checks.check_axes(op, axis_name, like_reduction=True)
+    groups = checks.check_groups(op, axis_index_groups, axes)
+    return reference.ragged_all_to_all(
+        operand,
+        output,
+        input_offsets,
+        send_sizes,
+        output_offsets,
+        recv_sizes,
+        axis_name=axes,
+        axis_index_groups=groups,
+    )
+
+
+def _check_reference_only(op: str, implementation: str | None, config: Config | None) -> None:
+    """The two arguments of an op that has no kernels yet."""
+    _config.check_implementation(op, implementation)
+    _config.resolve(op, config)
+    if implementation == "cuda":
+        raise NotImplementedError(
+            f"{_selection.why_no_kernel(op)}; use implementation=None or 'reference'"
+        )
+
+
+def _check_reduction(
+    op: str,
+    axis_name: AxisName,
+    axis_index_groups: Groups,
+    implementation: str | None,
+    config: Config | None,
+) -> tuple[tuple[Any, ...], tuple[tuple[int, ...], ...] | None]:
+    """The arguments of psum and its like, as tuples; their groups may differ in size."""
+    _check_reference_only(op, implementation, config)
+    axes = checks.check_axes(op, axis_name, like_reduction=True)
+    if axis_index_groups is not None and any(isinstance(name, int) for name in axes):
+        raise ValueError(f"{op}: axis_index_groups goes with named axes only, got {axes}")
+    return axes, checks.check_groups(op, axis_index_groups, axes, equal_sizes=False)
+
+
+def _check_typed_groups(op: str, x: Any, groups: Any) -> None:
+    """Raises if the sums of different groups would have to be typed as equal on all ranks."""
+    traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(x))
+    if groups is not None and traced and _compat.check_vma():
+        raise NotImplementedError(
+            f"{op}: axis_index_groups needs jax.shard_map(..., check_vma=False), since results of "
+            "different groups differ"
+        )

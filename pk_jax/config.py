@@ -1,0 +1,156 @@
+"""The knobs of an op: a frozen Config, its defaults by context manager, its checks.
+
+A Config ends up among the parameters of the primitive, and the defaults are a part of jit's cache
+key: there is no hidden state that a compiled function could have missed.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+
+from pk_jax import _compat
+
+MECHANISMS = ("copy_engine", "tma", "register")
+SCHEDULES = ("sequential", "intra_sm", "inter_sm")
+IMPLEMENTATIONS = ("cuda", "reference")
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value is not None and not (isinstance(value, str) and value in choices):
+        raise ValueError(f"{name} must be None or one of {choices}, got {value!r}")
+
+
+def _is_positive_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _float_dtype(value: Any) -> Any:
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"reduce_dtype must be a floating-point dtype or None, got {value!r}")
+    return dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How an op moves bytes and shares the chip; None leaves the choice to the cost model.
+
+    Attributes:
+        mechanism: what moves the bytes: "copy_engine", "tma" or "register".
+        schedule: how communication and arithmetic share the chip: "sequential", "intra_sm" or
+            "inter_sm".
+        num_comm_sms: how many SMs communicate.
+        tile: shape of the tile an SM works on, e.g. (128, 256, 64).
+        reduce_dtype: dtype in which partial sums cross the link.
+        deterministic: same inputs, same bits, run after run.
+        multicast: allow NVLink multicast addresses.
+    """
+
+    mechanism: str | None = None
+    schedule: str | None = None
+    num_comm_sms: int | None = None
+    tile: tuple[int, ...] | None = None
+    reduce_dtype: Any = None
+    deterministic: bool = True
+    multicast: bool = False
+
+    def __post_init__(self):
+        _check_choice("mechanism", self.mechanism, MECHANISMS)
+        _check_choice("schedule", self.schedule, SCHEDULES)
+        if self.num_comm_sms is not None and not _is_positive_int(self.num_comm_sms):
+            raise ValueError(
+                f"num_comm_sms must be a positive int or None, got {self.num_comm_sms!r}"
+            )
+        if self.tile is not None:
+            tile = tuple(self.tile) if isinstance(self.tile, (tuple, list)) else ()
+            if not tile or not all(map(_is_positive_int, tile)):
+                raise ValueError(
+                    f"tile must be a tuple of positive ints or None, got {self.tile!r}"
+                )
+            object.__setattr__(self, "tile", tile)
+        if self.reduce_dtype is not None:
+            object.__setattr__(self, "reduce_dtype", _float_dtype(self.reduce_dtype))
+        for name in ("deterministic", "multicast"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+
+    def __repr__(self):
+        # Only what is set: this is what stands in printed jaxprs.
+        values = _set_fields(self)
+        return f"Config({', '.join(f'{name}={value!r}' for name, value in values.items())})"
+
+
+_DEFAULTS = Config()
+_FIELDS = tuple(field.name for field in dataclasses.fields(Config))
+
+# The knobs each op honours. An op that is not here has none yet. `deterministic` is a bound on
+# what an op may do, so every op honours it and it needs no row.
+_KNOBS = {"all_gather": ("mechanism", "num_comm_sms")}
+_CHOICES = {"mechanism": MECHANISMS, "schedule": SCHEDULES, "num_comm_sms": "a positive int"}
+
+
+@contextlib.contextmanager
+def use_config(**fields: Any) -> Iterator[Config]:
+    """Sets defaults for the ops called inside; nested uses add to the outer ones.
+
+    A default that an op has no use for is ignored by it, unlike the same value given to the op as
+    ``config=``. Works as a context manager and as a decorator, and inside or outside ``jax.jit``:
+    a jitted function is traced again when it is called under other defaults.
+    """
+    unknown = sorted(set(fields) - set(_FIELDS))
+    if unknown:
+        raise TypeError(f"use_config got unknown fields {unknown}; the fields are {list(_FIELDS)}")
+    config = dataclasses.replace(_compat.config_state.value or _DEFAULTS, **fields)
+    with _compat.config_state(config):
+        yield config
+
+
+def resolve(op: str, config: Config | None) -> Config:
+    """The Config that `op` runs with: the call's, its gaps filled by use_config's defaults.
+
+    The flags of a given config hold as they are, since False is not a gap.
+
+    Raises:
+        ValueError: the given config sets a knob that the op does not have.
+    """
+    if config is not None and not isinstance(config, Config):
+        raise TypeError(f"{op}: config must be a pk_jax.Config or None, got {config!r}")
+    given = _set_fields(config or _DEFAULTS)
+    knobs = _KNOBS.get(op, ())
+    for name in given:
+        if name not in (*knobs, "deterministic"):
+            raise ValueError(f"{op} cannot honour config.{name}={given[name]!r}: {_knobs_of(op)}")
+    defaults = _set_fields(_compat.config_state.value or _DEFAULTS)
+    merged = {name: value for name, value in (defaults | given).items() if name in knobs}
+    if merged.get("mechanism") == "copy_engine" and "num_comm_sms" in merged:
+        if {"mechanism", "num_comm_sms"} <= set(given):
+            raise ValueError(
+                f"{op} cannot honour config.num_comm_sms={merged['num_comm_sms']} with mechanism="
+                "'copy_engine', which uses no SMs; choose mechanism 'tma' or 'register'"
+            )
+        # One of the two is only a default, and gives way.
+        del merged["mechanism" if "num_comm_sms" in given else "num_comm_sms"]
+    return Config(**merged)
+
+
+def check_implementation(op: str, implementation: str | None) -> None:
+    """Raises ValueError unless `implementation` is one of the three words."""
+    _check_choice(f"{op}: implementation", implementation, IMPLEMENTATIONS)
+
+
+def _set_fields(config: Config) -> dict[str, Any]:
+    values = {name: getattr(config, name) for name in _FIELDS}
+    return {name: v for name, v in values.items() if v != getattr(_DEFAULTS, name)}
+
+
+def _knobs_of(op: str) -> str:
+    knobs = _KNOBS.get(op, ())
+    if not knobs:
+        return "it has no knobs yet (it runs through jax.lax)"
+    return "its knobs are " + ", ".join(f"{name} ({_CHOICES[name]})" for name in knobs)
