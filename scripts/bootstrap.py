@@ -1,0 +1,231 @@
+"""Makes the virtual environments that the Makefile's targets run in. Standard library only.
+
+    bootstrap.py tools          .venv: the hooks' tools, and jax for the type checker
+    bootstrap.py dev            .venv: tools, build requirements, and the package, editable, rebuilt on import
+    bootstrap.py demo           .venv: the package and matplotlib; as `gpu` where there is a GPU
+    bootstrap.py gpu [--in-place]  .venv, or this very Python: the package with its kernels, and the tests' tools
+    bootstrap.py test NAME WHEEL REQUIREMENT...  .venvs/NAME: a wheel and the tests' tools
+
+A step is skipped when nothing it depends on has changed since it last succeeded. The environment is made
+with the Python that runs this file.
+"""
+
+import argparse
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+BUILD_REQUIRES = [
+    *PYPROJECT["build-system"]["requires"],
+    *PYPROJECT["tool"]["scikit-build"]["build"]["requires"],
+    "cmake>=3.26",
+    "ninja>=1.11",
+]
+# The same releases as the FFI headers, unless the make variable JAX asks for others.
+JAX = (os.environ.get("JAX") or "jax==0.11.2 jaxlib==0.11.2").split()
+
+
+def group(name: str) -> list[str]:
+    """Returns the requirements of one of pyproject.toml's dependency groups."""
+    requirements = []
+    for entry in PYPROJECT["dependency-groups"][name]:
+        requirements += [entry] if isinstance(entry, str) else group(entry["include-group"])
+    return requirements
+
+
+class Environment:
+    """A Python to install into."""
+
+    def __init__(self, python: Path, stamps: Path | None = None):
+        self.python = python
+        self.stamps = stamps
+
+    def run(self, *arguments: str, **variables: str) -> None:
+        """Runs this Python, from a folder where the checkout's own package is not importable."""
+        command = [str(self.python), *arguments]
+        subprocess.run(command, check=True, cwd=ROOT / "scripts", env={**os.environ, **variables})
+
+    def pip(self, *arguments: str, **variables: str) -> None:
+        """Runs pip install, quietly."""
+        quiet = ("-q", "--disable-pip-version-check", "--root-user-action=ignore")
+        self.run("-m", "pip", "install", *quiet, *arguments, **variables)
+
+    def once(self, step: str, requirements: list[str]) -> bool:
+        """Installs requirements unless the same step did so before; returns whether it had to."""
+        key = hashlib.sha256(repr((requirements, sys.version)).encode()).hexdigest()
+        stamp = self.stamps / f"pk_jax-{step}.stamp" if self.stamps else None
+        if stamp and stamp.exists() and stamp.read_text() == key:
+            return False
+        print(f"bootstrap: {step}: installing into {self.python.parent.parent}", flush=True)
+        self.pip(*requirements)
+        if stamp:
+            stamp.write_text(key)
+        return True
+
+    def has(self, module: str) -> bool:
+        """Says whether this Python can find a module."""
+        code = f"import importlib.util as u, sys; sys.exit(u.find_spec({module!r}) is None)"
+        command = [str(self.python), "-c", code]
+        return subprocess.run(command, cwd=ROOT / "scripts", check=False).returncode == 0
+
+    def install_editable(self, *settings: str, **variables: str) -> None:
+        """Installs the checkout as it is, with the build requirements already there."""
+        print("bootstrap: installing pk_jax (editable)", flush=True)
+        options = [option for setting in settings for option in ("-C", setting)]
+        self.pip("--no-build-isolation", "--no-deps", *options, "-e", str(ROOT), **variables)
+
+
+def make_venv(folder: Path, parent: list[str] | None = None) -> Environment:
+    """Makes a virtual environment, or takes the one there if this same Python made it.
+
+    Args:
+      folder: where.
+      parent: package folders that the environment can also import from, its own first. (The option
+        --system-site-packages shows the base Python's packages, and not those of a virtual environment.)
+    """
+    config = folder / "pyvenv.cfg"
+    wanted = f"{sys.version}\n{parent}"
+    stamp = folder / "pk_jax-python.stamp"
+    if not (config.exists() and stamp.exists() and stamp.read_text() == wanted):
+        print(f"bootstrap: making {folder.relative_to(ROOT)} with Python {sys.version.split()[0]}", flush=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        # The parent has pip already, and may be a Python without ensurepip.
+        venv.create(folder, with_pip=not parent, symlinks=True)
+        if parent:
+            site = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
+            (Path(site) / "parent-packages.pth").write_text("\n".join(parent) + "\n")
+        stamp.write_text(wanted)
+    return Environment(folder / "bin" / "python", stamps=folder)
+
+
+def has_gpu() -> bool:
+    """Says whether an NVIDIA driver lists a GPU."""
+    if not shutil.which("nvidia-smi"):
+        return False
+    result = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    return result.returncode == 0 and "GPU 0" in result.stdout
+
+
+def has_cuda_jax(python: Path) -> bool:
+    """Says whether a Python has a supported JAX with the plugin for CUDA 13."""
+    code = (
+        "from importlib.metadata import version as v; v('jax-cuda13-plugin'); import sys; "
+        "sys.exit(not (0, 11, 2) <= tuple(map(int, v('jax').split('.')[:3])) < (0, 13))"
+    )
+    command = [str(python), "-c", code]
+    return not subprocess.run(command, capture_output=True, check=False).returncode
+
+
+def has_nvcc(environment: Environment) -> bool:
+    """Says whether CMake will find a CUDA compiler."""
+    finder = str(ROOT / "cmake" / "find_cuda_wheels.py")
+    wheels = subprocess.run([str(environment.python), finder], capture_output=True, check=False)
+    return bool(os.environ.get("CUDACXX") or shutil.which("nvcc") or wheels.stdout.strip())
+
+
+def tools() -> Environment:
+    """Sets up the hooks' tools."""
+    environment = make_venv(ROOT / ".venv")
+    environment.once("tools", [*JAX, *group("dev")])
+    return environment
+
+
+def dev() -> None:
+    """Sets up the development loop: C++ edits are compiled at the next import."""
+    environment = tools()
+    environment.once("build", BUILD_REQUIRES)
+    environment.install_editable("editable.rebuild=true", "build-dir=build/dev")
+
+
+def demo() -> None:
+    """Sets up what the examples need; without a GPU nothing needs compiling."""
+    if has_gpu():
+        gpu(in_place=False)
+        return
+    environment = make_venv(ROOT / ".venv")
+    environment.once("demo", [*JAX, *group("demo"), PYPROJECT["build-system"]["requires"][0]])
+    if not environment.has("pk_jax"):
+        environment.install_editable(PK_JAX_PURE_PYTHON="1")
+
+
+def gpu(in_place: bool) -> None:
+    """Sets up the package with its kernels for this machine's GPUs.
+
+    A Python that has JAX with its CUDA plugin already is built upon, not copied: nothing of that size is
+    downloaded, and machines without a network work too.
+    """
+    if not has_cuda_jax(Path(sys.executable)):
+        finder = [str(ROOT / "scripts" / "find_python.sh"), "--all"]
+        found = subprocess.run(finder, capture_output=True, text=True, check=True).stdout.splitlines()
+        for python in found:
+            if not in_place and has_cuda_jax(Path(python)):
+                os.execv(python, [python, *sys.argv])
+    if in_place:
+        environment = Environment(Path(sys.executable))
+        if not has_cuda_jax(environment.python):
+            sys.exit(f"{sys.executable} lacks jax>=0.11.2,<0.13 with the plugin for CUDA 13.")
+    elif has_cuda_jax(Path(sys.executable)):
+        parent = [p for p in sys.path if re.search(r"(site|dist)-packages/?$", p)]
+        environment = make_venv(ROOT / ".venv", parent)
+    else:
+        environment = make_venv(ROOT / ".venv")
+        environment.once("gpu", [JAX[0].replace("jax", "jax[cuda13]", 1), *JAX[1:]])
+    missing = [r for r in BUILD_REQUIRES if not r.startswith(("nvidia", "jax"))]
+    missing = [r for r in missing if not environment.has(re.split("[=>]", r)[0].replace("-", "_"))]
+    missing = [r for r in missing if not shutil.which(re.split("[=>]", r)[0])]
+    if not has_nvcc(environment):
+        missing += [r for r in BUILD_REQUIRES if r.startswith("nvidia")]
+    missing += [r for r in group("test") if not environment.has(r.split("==")[0])]
+    if missing:
+        environment.pip(*missing)
+    environment.install_editable("build-dir=build/gpu")
+
+
+def test(name: str, wheel: str, requirements: list[str]) -> None:
+    """Sets up an environment that has a built wheel and the given JAX."""
+    environment = make_venv(ROOT / ".venvs" / name)
+    try:
+        environment.once("packages", ["--upgrade", *requirements, *group("test")])
+    except subprocess.CalledProcessError:
+        sys.exit(f"Cannot download {' '.join(requirements)} for {environment.python}: see pip's message above.")
+    environment.pip("--no-deps", "--force-reinstall", wheel)
+    versions = (
+        "import importlib.metadata as m, platform, pk_jax; "
+        f"assert '.venvs/{name}' in pk_jax.__file__, pk_jax.__file__; "
+        "print('testing pk_jax', m.version('pk_jax'), 'with jax', m.version('jax'), "
+        "'jaxlib', m.version('jaxlib'), 'Python', platform.python_version())"
+    )
+    environment.run("-c", versions)
+
+
+def main() -> None:
+    """Runs one step."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    steps = parser.add_subparsers(dest="step", required=True)
+    for name in ("tools", "dev", "demo"):
+        steps.add_parser(name)
+    steps.add_parser("gpu").add_argument("--in-place", action="store_true")
+    test_parser = steps.add_parser("test")
+    test_parser.add_argument("name")
+    test_parser.add_argument("wheel")
+    test_parser.add_argument("requirements", nargs="+")
+    args = parser.parse_args()
+    if args.step == "gpu":
+        gpu(args.in_place)
+    elif args.step == "test":
+        test(args.name, args.wheel, args.requirements)
+    else:
+        {"tools": tools, "dev": dev, "demo": demo}[args.step]()
+
+
+if __name__ == "__main__":
+    main()
