@@ -3,7 +3,7 @@
 //
 //   stream      ──fork──┬─ drain: chunk 0 of each peer, chunk 1, ... ──────────────┬─join─ end
 //   own               ──┼─ own part -> own result                                ──┤
-//   lanes to peers    ──┴─ push chunk 0, 1, ... (mechanism/copy_engine.h)        ──┘
+//   lanes             ──┴─ push chunk 0, 1, ... (mechanism/copy_engine.h)        ──┘
 //
 // Entry: a chunk is pushed only into a slot that the peer has emptied, so into memory the peer is not using. Exit: the drain has read every chunk
 // of every peer, and the join has waited for every push of this rank; nobody but this rank touches the result.
@@ -55,14 +55,8 @@ cudaError_t launch_all_gather_copy_engine(const CommView& comm, const AllGatherA
                                           const Landing& landing, cudaStream_t stream) {
   if (args.rows <= 0 || args.inner <= 0) return cudaErrorInvalidValue;
   const RowTiles chunks = RowTiles::make(args.rows, args.inner, kChunkBytes);
-  if (cudaError_t error = fork_lanes(engine, comm.rank, stream)) return error;
-  for (int k = 1; k < comm.num_ranks; ++k) {
-    const int peer = (comm.rank + k) % comm.num_ranks;
-    if (cudaError_t error =
-            push_chunks(comm, Op::kAllGather, args.channel, engine, landing, peer, args.source, chunks)) {
-      return error;
-    }
-  }
+  if (cudaError_t error = fork_lanes(engine, stream)) return error;
+  if (cudaError_t error = push_chunks(comm, Op::kAllGather, args.channel, engine, landing, args.source, chunks)) return error;
   if (cudaError_t error = cudaMemcpy2DAsync(args.result + comm.rank * args.inner, comm.num_ranks * args.inner, args.source, args.inner,
                                             args.inner, args.rows, cudaMemcpyDeviceToDevice, engine.own)) {
     return error;
@@ -72,7 +66,7 @@ cudaError_t launch_all_gather_copy_engine(const CommView& comm, const AllGatherA
     return cudaGetLastError();
   });
   if (drained != cudaSuccess) return drained;
-  if (cudaError_t error = join_lanes(engine, comm.rank, stream)) return error;
+  if (cudaError_t error = join_lanes(engine, stream)) return error;
   return launch_end_chunks(comm, args.channel, chunks.num_tiles, stream);
 }
 

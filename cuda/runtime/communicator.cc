@@ -169,7 +169,7 @@ void Communicator::prepare_channel(Exchange& exchange, int channel, bool needs_l
   auto landing = std::make_unique<SymmetricRegion>(exchange, placements_, bytes);
   landing->grow(exchange, bytes, stream);
   if (!copy_engine_) {
-    auto engine = std::make_unique<CopyEngine>(num_ranks());
+    auto engine = std::make_unique<CopyEngine>();
     if (!engine->ok()) throw Error("cannot make the streams of the copy-engine mechanism");
     copy_engine_ = std::move(engine);
   }

@@ -1,0 +1,161 @@
+#include "ffi/call_site.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <utility>
+
+#include "ffi/collectives_extension.h"
+#include "ffi/status.h"
+#include "runtime/check.h"
+#include "runtime/error_log.h"
+#include "runtime/nccl_exchange.h"
+
+namespace pk {
+namespace {
+
+// XLA's own communicator for the group: sharing it saves a second NCCL initialisation.
+constexpr int64_t kCommunicationId = 0;
+
+// Everything that lives as long as the process. Never destroyed: device addresses of it are baked into captured graphs, and at exit the driver takes
+// back memory and mappings by itself.
+struct Process {
+  std::shared_mutex mutex;
+  std::map<int, int64_t> global_id_of;
+  std::vector<std::unique_ptr<Groups>> groups;
+  std::map<std::pair<const Groups*, int>, std::unique_ptr<Communicator>> communicators;
+};
+Process& process() {
+  static Process& process = *new Process;
+  return process;
+}
+
+Communicator* find(const Groups* groups, int device) {
+  std::shared_lock lock(process().mutex);
+  const auto found = process().communicators.find({groups, device});
+  return found == process().communicators.end() ? nullptr : found->second.get();
+}
+
+uint64_t timeout_ns() {
+  const char* text = std::getenv("PK_JAX_TIMEOUT_S");
+  if (!text || !*text) return 300'000'000'000ull;
+  char* end = nullptr;
+  const double seconds = std::strtod(text, &end);
+  if (*end != '\0' || !(seconds > 0) || seconds > 1e6) {
+    throw Error(std::string("PK_JAX_TIMEOUT_S must be a number of seconds, not \"") + text + "\"");
+  }
+  return static_cast<uint64_t>(seconds * 1e9);
+}
+
+XlaCommunicators extension(const xla::ffi::Context& context) {
+  auto found = context.get<xla::ffi::Extension<CollectivesExtension>>();
+  if (!found.has_value()) {
+    throw Error("this jaxlib gives no FFI Collectives extension (needs jaxlib >= 0.11.2): " + found.error().message());
+  }
+  return *found;
+}
+
+}  // namespace
+
+const Groups* Groups::intern(xla::ffi::Span<const int64_t> logical, xla::ffi::Span<const int64_t> devices,
+                             int64_t group_size) {
+  if (group_size < 1 || group_size > kMaxRanks || logical.size() == 0 || logical.size() % group_size != 0 ||
+      devices.size() != logical.size()) {
+    throw Error("attributes groups (" + std::to_string(logical.size()) + " ids), devices (" + std::to_string(devices.size()) +
+                " ids) and group_size " + std::to_string(group_size) + " do not fit");
+  }
+  auto made = std::make_unique<Groups>();
+  for (size_t at = 0; at < logical.size(); at += group_size) {
+    made->logical.emplace_back(logical.begin() + at, logical.begin() + at + group_size);
+    made->devices.emplace_back(devices.begin() + at, devices.begin() + at + group_size);
+  }
+  std::unique_lock lock(process().mutex);
+  for (const auto& known : process().groups) {
+    if (known->logical == made->logical && known->devices == made->devices) return known.get();
+  }
+  return process().groups.emplace_back(std::move(made)).get();
+}
+
+int Groups::rank_of(int device_ordinal) const {
+  std::shared_lock lock(process().mutex);
+  const auto id = process().global_id_of.find(device_ordinal);
+  if (id == process().global_id_of.end()) return -1;
+  for (const std::vector<int64_t>& group : devices) {
+    const auto place = std::find(group.begin(), group.end(), id->second);
+    if (place != group.end()) return static_cast<int>(place - group.begin());
+  }
+  return -1;
+}
+
+void set_local_devices(const std::map<int, int64_t>& global_id_of) {
+  std::unique_lock lock(process().mutex);
+  process().global_id_of = global_id_of;
+}
+
+Communicator& CallSite::communicator(int device) const {
+  Communicator* found = device >= 0 && device < kMaxLocalDevices ? ready[device].load(std::memory_order_acquire) : nullptr;
+  if (!found) throw Error("device " + std::to_string(device) + " was not initialised for this call");
+  return *found;
+}
+
+xla::ffi::Error prepare(const CallSite& site, xla::ffi::RunId run, int device, const xla::ffi::Context& context) {
+  struct Asked {
+    int64_t run = -1;
+    int device = -1;
+    std::vector<const Groups*> groups;
+  };
+  thread_local Asked asked;
+  if (asked.run != run.run_id || asked.device != device) {
+    if (auto text = error_text()) return xla::ffi::Error::Internal(*text);
+    asked.run = run.run_id;
+    asked.device = device;
+    asked.groups.clear();
+  }
+  if (std::find(asked.groups.begin(), asked.groups.end(), site.groups) != asked.groups.end()) {
+    return xla::ffi::Error::Success();
+  }
+  asked.groups.push_back(site.groups);
+  xla::ffi::Error requested = xla::ffi::Error::Success();
+  xla::ffi::Error failed = guarded(site.op, [&] {
+    requested =
+        extension(context).RequestCommunicator(xla::ffi::GroupMode::kFlattenedId, site.groups->logical, kCommunicationId);
+  });
+  return failed.failure() ? failed : requested;
+}
+
+xla::ffi::Error initialize(CallSite& site, cudaStream_t stream, int device, const xla::ffi::Context& context, void* buffer) {
+  if (device < 0 || device >= kMaxLocalDevices) {
+    return xla::ffi::Error::Internal("pk_jax: device ordinal " + std::to_string(device) + " is out of range");
+  }
+  if (site.ready[device].load(std::memory_order_relaxed)) return xla::ffi::Error::Success();
+  return guarded(site.op, [&] {
+    Communicator* communicator = find(site.groups, device);
+    if (!communicator || !communicator->has_channel(site.channel, site.needs_landing)) {
+      auto xla_communicator =
+          extension(context).GetCommunicator(xla::ffi::GroupMode::kFlattenedId, site.groups->logical, kCommunicationId);
+      if (!xla_communicator.has_value()) throw Error("no communicator from XLA: " + xla_communicator.error().message());
+      NcclExchange exchange(*xla_communicator, site.groups->rank_of(device), stream);
+      if (!communicator) {
+        auto made = std::make_unique<Communicator>(exchange, device, buffer, timeout_ns(), stream);
+        communicator = made.get();
+        std::unique_lock lock(process().mutex);
+        process().communicators[{site.groups, device}] = std::move(made);
+      }
+      communicator->prepare_channel(exchange, site.channel, site.needs_landing, stream);
+    }
+    site.ready[device].store(communicator, std::memory_order_release);
+  });
+}
+
+std::vector<CommunicatorInfo> communicators() {
+  std::shared_lock lock(process().mutex);
+  std::vector<CommunicatorInfo> all;
+  for (const auto& [key, c] : process().communicators) {
+    all.push_back({c->device(), c->rank(), c->num_ranks(), c->num_processes(), c->workspace_bytes()});
+  }
+  return all;
+}
+
+}  // namespace pk

@@ -1,0 +1,153 @@
+// The Python module pk_jax._ffi: handlers for registration with XLA, facts about this machine, the test harness. No JAX import here.
+#include <cuda_runtime_api.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "ffi/all_gather.h"
+#include "ffi/call_site.h"
+#include "ffi/noop.h"
+#include "ffi/virtual_ranks.h"
+#include "runtime/error_log.h"
+#include "runtime/process.h"
+#include "runtime/topology.h"
+#include "xla/ffi/api/c_api.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+nb::capsule handler(XLA_FFI_Error* (*function)(XLA_FFI_CallFrame*)) {
+  return nb::capsule(reinterpret_cast<void*>(function));
+}
+
+std::string version(int cuda_version) {
+  return std::to_string(cuda_version / 1000) + "." + std::to_string(cuda_version % 1000 / 10);
+}
+
+nb::dict handlers() {
+  nb::dict all_gather;
+  all_gather["instantiate"] = handler(pk::pk_all_gather_instantiate);
+  all_gather["prepare"] = handler(pk::pk_all_gather_prepare);
+  all_gather["initialize"] = handler(pk::pk_all_gather_initialize);
+  all_gather["execute"] = handler(pk::pk_all_gather_execute);
+  nb::dict noop;
+  noop["execute"] = handler(pk::pk_noop_execute);
+  nb::dict all;
+  all["pk_jax_all_gather"] = all_gather;
+  all["pk_jax_noop"] = noop;
+  return all;
+}
+
+nb::dict types() {
+  nb::dict site;
+  site["type_id"] = nb::capsule(static_cast<void*>(pk::all_gather_site_type_id()));
+  site["type_info"] = nb::capsule(const_cast<void*>(static_cast<const void*>(pk::all_gather_site_type_info())));
+  nb::dict all;
+  all["pk_jax_all_gather_site"] = site;
+  return all;
+}
+
+nb::dict build_info() {
+  nb::dict info;
+  info["version"] = PK_JAX_VERSION;
+  info["arch"] = PK_JAX_ARCH;
+  info["cuda_runtime"] = version(CUDART_VERSION);
+  info["ffi_api"] = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+  return info;
+}
+
+nb::list matrix(const std::vector<std::vector<bool>>& rows) {
+  nb::list out;
+  for (const std::vector<bool>& row : rows) {
+    nb::list line;
+    for (bool value : row) line.append(nb::bool_(value));
+    out.append(line);
+  }
+  return out;
+}
+
+nb::dict topology() {
+  const pk::Topology& found = pk::Topology::get();
+  nb::list devices;
+  for (const pk::DeviceInfo& info : found.devices) {
+    nb::dict device;
+    device["ordinal"] = info.ordinal;
+    device["name"] = info.name;
+    device["uuid"] = info.uuid;
+    device["pci"] = info.pci;
+    device["compute_capability"] = nb::make_tuple(info.major, info.minor);
+    device["num_sms"] = info.num_sms;
+    device["copy_engines"] = info.copy_engines;
+    device["memory_bytes"] = info.memory_bytes;
+    device["vmm"] = info.vmm;
+    devices.append(device);
+  }
+  nb::dict out;
+  out["driver"] = version(found.driver_version);
+  out["devices"] = devices;
+  out["peer_access"] = matrix(found.peer_access);
+  out["nvlink"] = matrix(found.nvlink);
+  return out;
+}
+
+nb::list communicators() {
+  nb::list all;
+  for (const pk::CommunicatorInfo& info : pk::communicators()) {
+    nb::dict one;
+    one["device"] = info.device;
+    one["rank"] = info.rank;
+    one["num_ranks"] = info.num_ranks;
+    one["num_processes"] = info.num_processes;
+    one["workspace_bytes"] = info.workspace_bytes;
+    all.append(one);
+  }
+  return all;
+}
+
+using Operands = nb::ndarray<const uint8_t, nb::shape<-1, -1, -1>, nb::c_contig, nb::device::cpu>;
+using Results = nb::ndarray<uint8_t, nb::shape<-1, -1, -1>, nb::c_contig, nb::device::cpu>;
+
+void virtual_all_gather(pk::VirtualRanks& ranks, Operands operands, Results results, int64_t rows, const std::string& mechanism,
+                        const std::string& protocol, int num_blocks, int channel, int offset, const std::vector<int>& absent) {
+  const auto n = static_cast<size_t>(ranks.num_ranks());
+  if (operands.shape(1) != n || results.shape(0) != operands.shape(0) || results.shape(1) != n ||
+      results.shape(2) != n * operands.shape(2)) {
+    throw nb::value_error("operands must be [calls, ranks, bytes] and results [calls, ranks, ranks * bytes]");
+  }
+  std::string error;
+  {
+    nb::gil_scoped_release release;
+    error = ranks.all_gather(operands.data(), results.data(), static_cast<int>(operands.shape(0)),
+                             static_cast<int64_t>(operands.shape(2)), rows, mechanism, protocol, num_blocks, channel, offset, absent);
+  }
+  if (!error.empty()) throw std::runtime_error(error);
+}
+
+}  // namespace
+
+NB_MODULE(_ffi, m) {
+  m.def("handlers", &handlers, "Target name -> {stage: capsule}, for jax.ffi.register_ffi_target on platform CUDA.");
+  m.def("types", &types, "Type name -> {type_id, type_info}, for jax.ffi.register_ffi_type, before the handlers.");
+  m.def("build_info", &build_info, "What this library was built with.");
+  m.def("topology", &topology, "GPUs of this process and the links between them. RuntimeError without driver or GPU.");
+  m.def("set_local_devices", &pk::set_local_devices, nb::arg("global_id_of"),
+        "Local hardware ordinal -> global JAX device id, before the first lowering for CUDA.");
+  m.def("host_id", &pk::host_id, "Equal exactly for processes that can map each other's memory.");
+  m.def("last_error", &pk::error_text, "Text of the device error record, None if no kernel has given up.");
+  m.def("communicators", &communicators, "The communicators that are alive.");
+  nb::class_<pk::VirtualRanks>(m, "VirtualRanks", "Test harness: ranks as streams on the GPUs present.")
+      .def(nb::init<int, std::vector<int>, double>(), nb::arg("num_ranks"), nb::arg("devices"), nb::arg("timeout_s") = 20.0)
+      .def_prop_ro("num_ranks", &pk::VirtualRanks::num_ranks)
+      .def("all_gather", &virtual_all_gather, nb::arg("operands"), nb::arg("results"), nb::arg("rows") = 1,
+           nb::arg("mechanism") = "register", nb::arg("protocol") = "simple", nb::arg("num_blocks") = 0, nb::arg("channel") = 0,
+           nb::arg("offset") = 0, nb::arg("absent") = std::vector<int>{});
+}

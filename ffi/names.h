@@ -1,0 +1,25 @@
+// The words of attributes and of the test harness, as values.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+#include "mechanism/mechanism.h"
+#include "runtime/check.h"
+
+namespace pk {
+
+inline Mechanism mechanism_from(std::string_view name) {
+  if (name == "register") return Mechanism::kRegister;
+  if (name == "tma") return Mechanism::kTma;
+  if (name == "copy_engine") return Mechanism::kCopyEngine;
+  throw Error("mechanism must be \"register\", \"tma\" or \"copy_engine\", not \"" + std::string(name) + "\"");
+}
+
+inline Protocol protocol_from(std::string_view name) {
+  if (name == "simple") return Protocol::kSimple;
+  if (name == "ll") return Protocol::kLowLatency;
+  throw Error("protocol must be \"simple\" or \"ll\", not \"" + std::string(name) + "\"");
+}
+
+}  // namespace pk
