@@ -52,6 +52,9 @@ def _load() -> tuple[ModuleType | None, Exception | None]:
 
 
 def _register() -> None:
+    # Types first: XLA asks a handler for the type of its state when the handler is registered.
+    for name, ids in library.types().items():
+        jax.ffi.register_ffi_type(name, ids, platform="CUDA")
     for name, stages in library.handlers().items():
         jax.ffi.register_ffi_target(name, stages, platform="CUDA")
 
