@@ -1,0 +1,52 @@
+"""The command line: ``pk-jax doctor`` and ``pk-jax bench``, also as ``python -m pk_jax``."""
+
+import argparse
+import json
+import pathlib
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from pk_jax.doctor import render, report_in_child
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a sub-command and returns its exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["bench"]:
+        return _bench(argv[1:])  # its options, --help among them, are those of benchmarks/run.py
+    parser = argparse.ArgumentParser(prog="pk-jax", description="Multi-GPU kernels for JAX.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    doctor = commands.add_parser(
+        "doctor", help="what this machine can do, which path each op takes, and why"
+    )
+    doctor.add_argument("--json", action="store_true", help="print the report as JSON")
+    doctor.add_argument(
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="how long to wait for the devices (default 60)",
+    )
+    commands.add_parser("bench", help="check, then time: benchmarks/run.py of a source checkout")
+    return _doctor(parser.parse_args(argv))
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    data = report_in_child(args.timeout)
+    print(json.dumps(data, indent=2) if args.json else render(data))
+    return 1 if data["devices_error"] else 0
+
+
+def _bench(argv: list[str]) -> int:
+    places = (pathlib.Path.cwd(), pathlib.Path(__file__).resolve().parent.parent)
+    for place in places:
+        script = place / "benchmarks" / "run.py"
+        if script.is_file():
+            return subprocess.run([sys.executable, str(script), *argv], check=False).returncode
+    print("pk-jax bench: run it in a source checkout, which has benchmarks/run.py", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
