@@ -1,11 +1,14 @@
 """The collectives in jax.lax, with the few corners that lax's lowerings do not cover."""
 
-from collections.abc import Hashable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from pk_jax import _compat
 
 AxisNames = tuple[Hashable, ...]
 Groups = Sequence[Sequence[int]] | None
@@ -15,8 +18,6 @@ psum = lax.psum
 pmax = lax.pmax
 pmin = lax.pmin
 pmean = lax.pmean
-all_to_all = lax.all_to_all
-ppermute = lax.ppermute
 ragged_all_to_all = lax.ragged_all_to_all
 
 
@@ -29,23 +30,48 @@ def all_gather(
     tiled: bool = False,
     to: str = "varying",
 ) -> Any:
-    """lax.all_gather of one array, random keys in any shape included."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        # lax gathers keys only along an axis they have. Their words follow `axis`, so a
-        # non-negative one means the same for them.
-        impl = jax.random.key_impl(x)
-        words = all_gather(
-            jax.random.key_data(x),
-            axis_name,
-            axis_index_groups=axis_index_groups,
-            axis=axis,
-            tiled=tiled,
-            to=to,
+    """The lax.all_gather of one array, along a dimension of the result that is not negative."""
+
+    def gather(x: Any) -> Any:
+        return lax.all_gather(
+            x, axis_name, axis_index_groups=axis_index_groups, axis=axis, tiled=tiled, to=to
         )
-        return jax.random.wrap_key_data(words, impl=impl)
-    return lax.all_gather(
-        x, axis_name, axis_index_groups=axis_index_groups, axis=axis, tiled=tiled, to=to
-    )
+
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        # lax gathers keys only along a dimension they have. Their words come after all dimensions,
+        # so `axis` means the same for them.
+        words = gather(jax.random.key_data(x))
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
+    return _in_bytes(gather, x)
+
+
+def all_to_all(
+    x: Any,
+    axis_name: AxisNames,
+    split_axis: int,
+    concat_axis: int,
+    *,
+    axis_index_groups: Groups = None,
+    tiled: bool = False,
+) -> Any:
+    """The lax.all_to_all of a pytree."""
+
+    def exchange(x: Any) -> Any:
+        return lax.all_to_all(
+            x,
+            axis_name,
+            split_axis,
+            concat_axis,
+            axis_index_groups=axis_index_groups,
+            tiled=tiled,
+        )
+
+    return jax.tree.map(functools.partial(_in_bytes, exchange), x)
+
+
+def ppermute(x: Any, axis_name: AxisNames, perm: Sequence[tuple[int, int]]) -> Any:
+    """The lax.ppermute of a pytree."""
+    return jax.tree.map(functools.partial(_in_bytes, lambda x: lax.ppermute(x, axis_name, perm)), x)
 
 
 def psum_scatter(
@@ -56,7 +82,7 @@ def psum_scatter(
     axis_index_groups: Groups = None,
     tiled: bool = False,
 ) -> Any:
-    """lax.psum_scatter of one array."""
+    """The lax.psum_scatter of one array."""
     return lax.psum_scatter(
         x,
         axis_name,
@@ -64,3 +90,16 @@ def psum_scatter(
         axis_index_groups=axis_index_groups,
         tiled=tiled,
     )
+
+
+def _in_bytes(move: Callable[[Any], Any], x: Any) -> Any:
+    """move(x), elements smaller than a byte going as one byte each.
+
+    XLA's CPU collectives write past their buffers when they move 2-bit integers.
+    """
+    dtype = jnp.result_type(x)
+    if jnp.issubdtype(dtype, jax.dtypes.extended) or _compat.bits_per_element(dtype) >= 8:
+        return move(x)
+    bits = jnp.dtype(f"uint{_compat.bits_per_element(dtype)}")
+    as_bytes = lax.bitcast_convert_type(x, bits).astype(jnp.uint8)
+    return lax.bitcast_convert_type(move(as_bytes).astype(bits), dtype)

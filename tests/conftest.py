@@ -1,0 +1,82 @@
+"""Test set-up: eight virtual CPU devices, strict dtypes, and the marker of tests that need GPUs.
+
+Warnings are errors (pyproject.toml). Tests without the marker `needs_gpus` run on CPU devices even
+where there are GPUs; with PK_JAX_REQUIRE_GPUS=n a test that needs up to n GPUs and does not find
+them fails instead of being skipped.
+"""
+
+import os
+
+REQUIRED_GPUS = int(os.environ.get("PK_JAX_REQUIRE_GPUS", "0"))
+
+# Before jax is imported: it reads both when it makes a backend.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+if not REQUIRED_GPUS:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "needs_gpus(n): runs on n GPUs, or is skipped")
+
+
+def _num_gpus() -> int:
+    try:
+        return len(jax.devices("cuda"))
+    except RuntimeError:
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def _devices(request):
+    """Skips or fails a GPU test without its GPUs; keeps the others on the CPU."""
+    marker = request.node.get_closest_marker("needs_gpus")
+    if marker is None:
+        with jax.default_device(jax.devices("cpu")[0]):
+            yield
+        return
+    (needed,) = marker.args
+    if (found := _num_gpus()) < needed:
+        message = f"needs {needed} GPUs, found {found}"
+        if needed <= REQUIRED_GPUS:
+            pytest.fail(f"{message} (PK_JAX_REQUIRE_GPUS={REQUIRED_GPUS})")
+        pytest.skip(message)
+    yield
+
+
+@pytest.fixture
+def mesh_of():
+    """mesh_of(a=2, b=4): a mesh of virtual CPU devices; `order` permutes them."""
+
+    def make(*, order=None, **sizes):
+        count = int(np.prod(list(sizes.values())))
+        devices = np.array(jax.devices("cpu")[:count])
+        if order is not None:
+            devices = devices[list(order)]
+        return Mesh(devices.reshape(tuple(sizes.values())), tuple(sizes))
+
+    return make
+
+
+@pytest.fixture
+def per_rank():
+    """per_rank(mesh, f, x): f on each rank's x[rank], the results stacked by rank."""
+
+    def run(mesh, f, x, check_vma=True):
+        def body(part):
+            return jax.tree.map(lambda y: y[None], f(jax.tree.map(lambda leaf: leaf[0], part)))
+
+        spec = P(mesh.axis_names)
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
+        return jax.jit(mapped)(x)
+
+    return run
