@@ -1,28 +1,35 @@
-# Each target sets up what it needs, in .venv and .venvs/. Python 3.12 or newer is found by scripts/find_python.sh, or named:
-#   make demo PYTHON=/usr/bin/python3.13
-# CONTRIBUTING.md describes the loop.
+# Each target sets up what it needs, in .venv and .venvs/. CONTRIBUTING.md describes the loop.
+#   PYTHON=/usr/bin/python3.13   the Python to start from; otherwise scripts/find_python.sh looks for one
+#   JAX='jax==0.12.0'            another JAX for demo, lint and dev than the oldest supported one
+#   NO_VENV=1                    demo, gpu-test and bench: install into PYTHON (python3) itself
+#   ARGS='...'                   more arguments for the program or for pytest
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test tools lint format dev wheel audit pure test-oldest test-newest gpu-env gpu-test bench clean
+.PHONY: help demo test tools lint format dev wheel audit pure test-oldest test-newest gpu-test bench clean
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
+export PYTHON JAX
 
-BOOTSTRAP = python=$$(scripts/find_python.sh) && "$$python" scripts/bootstrap.py
-# From an empty folder, so that nothing but the installed package can be imported.
-PYTEST = cd "$$(mktemp -d)" && "$(1)" -m pytest -c "$(CURDIR)/pyproject.toml" --rootdir "$(CURDIR)" \
-	-p no:cacheprovider "$(CURDIR)/tests"
+# Each of these leaves the environment's Python in the shell variable `python`.
+FIND = python=$$(scripts/find_python.sh)
+SETUP = $(FIND) && python=$$("$$python" scripts/bootstrap.py
+GPU_FIND = python=$(if $(NO_VENV),$(or $(PYTHON),python3),$$(scripts/find_python.sh --all | head -n 1))
+GPU_SETUP = $(GPU_FIND) && python=$$("$$python" scripts/bootstrap.py
+IN_PLACE = $(if $(NO_VENV),--in-place)
+# From an empty folder, so that no pk_jax but the installed one can be imported.
+PYTEST = root=$$PWD && cd "$$(mktemp -d)" && "$$python" -m pytest -c "$$root/pyproject.toml" --rootdir "$$root" \
+	-p no:cacheprovider "$$root/tests" $(ARGS)
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
 
 demo: ## train a small language model with pk_jax and with jax.lax, and compare
-	@$(BOOTSTRAP) demo
-	.venv/bin/python examples/train_lm.py $(ARGS)
+	@$(GPU_SETUP) demo $(IN_PLACE)) && "$$python" examples/train_lm.py $(ARGS)
 
 test: lint wheel audit pure test-oldest test-newest ## everything that needs no GPU
 
 tools:
-	@$(BOOTSTRAP) tools
+	@$(SETUP) tools)
 
 lint: tools ## the hooks: ruff, clang-format, pyright, text and config files
 	.venv/bin/pre-commit run --all-files
@@ -32,14 +39,15 @@ format: tools ## let the formatters rewrite the sources
 	find cuda ffi -name '*.cu' -o -name '*.cuh' -o -name '*.cc' -o -name '*.h' | xargs .venv/bin/clang-format -i
 
 dev: ## .venv with an editable install that recompiles on import
-	@$(BOOTSTRAP) dev
+	@$(SETUP) dev) && echo "$$python"
 
 wheel: tools ## dist/*.whl with all kernels for sm_90a; every header compiled alone; no spills, nothing dropped
 	rm -rf build/wheel dist
-	PIP_NO_COMPILE=1 .venv/bin/python -m pip wheel -q --no-deps -w dist . -C build-dir=build/wheel -C cmake.define.PK_JAX_CHECK_HEADERS=ON
+	PIP_NO_COMPILE=1 .venv/bin/python -m pip wheel -q --no-deps -w dist . -C build-dir=build/wheel \
+		-C cmake.define.PK_JAX_CHECK_HEADERS=ON
 	.venv/bin/python scripts/check_kernels.py build/wheel --table
 
-audit: ## what the built wheel contains and links
+audit: tools ## what the built wheel contains and links
 	.venv/bin/python scripts/audit_wheel.py dist/*.whl
 
 pure: tools ## the wheel without compiled code builds and imports
@@ -50,12 +58,19 @@ pure: tools ## the wheel without compiled code builds and imports
 	cd build/pure && PYTHONPATH=site JAX_PLATFORMS=cpu ../../.venv/bin/python -W error -c "import pk_jax; print(pk_jax.__file__)"
 
 test-oldest: ## pytest on the built wheel, oldest supported jax
-	@$(BOOTSTRAP) test oldest "$(CURDIR)"/dist/*.whl jax==0.11.2 jaxlib==0.11.2
-	$(call PYTEST,$(CURDIR)/.venvs/oldest/bin/python)
+	@$(SETUP) test oldest dist/*.whl jax==0.11.2 jaxlib==0.11.2) && $(PYTEST)
 
+test-newest: FIND = python=$$(scripts/find_python.sh --newest)
 test-newest: ## pytest on the built wheel, newest supported jax, newest Python found
-	@python=$$(scripts/find_python.sh --newest) && "$$python" scripts/bootstrap.py test newest "$(CURDIR)"/dist/*.whl 'jax>=0.12,<0.13' 'jaxlib>=0.12,<0.13'
-	$(call PYTEST,$(CURDIR)/.venvs/newest/bin/python)
+	@$(SETUP) test newest dist/*.whl 'jax>=0.12,<0.13' 'jaxlib>=0.12,<0.13') && $(PYTEST)
+
+gpu-test: ## the tests that need GPUs, all of this machine's
+	@gpus=$$(nvidia-smi -L | grep -c '^GPU ') || { echo "make gpu-test needs a machine with NVIDIA GPUs" >&2; exit 1; }; \
+	$(GPU_SETUP) gpu $(IN_PLACE)) && export PK_JAX_REQUIRE_GPUS=$${GPUS:-$$gpus} && $(PYTEST) -m needs_gpus
+
+bench: ## check, then time; records go to benchmarks/results/
+	@$(GPU_SETUP) gpu $(IN_PLACE)) && for op in $(or $(OP),all_gather host_cost first_use); do \
+		"$$python" benchmarks/run.py --op $$op $(ARGS); done
 
 clean: ## remove what was built, and the environments
 	rm -rf .venv .venvs build dist

@@ -1,6 +1,7 @@
 """Prints the folder of a complete CUDA compiler that came from PyPI wheels, or nothing.
 
-All five wheels must have been installed into one folder: nvcc looks for its tools, headers and libraries beside itself.
+All five wheels must have been installed into one folder: nvcc looks for its tools, headers and
+libraries beside itself.
 """
 
 import importlib.util

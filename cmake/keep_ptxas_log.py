@@ -1,4 +1,4 @@
-"""Compiler launcher: runs nvcc and keeps what ptxas reported beside the object file, as <object>.ptxas.
+"""Compiler launcher: runs nvcc and keeps what ptxas reported in <object>.ptxas.
 
 Builds hide a compiler's messages while it succeeds, and a spill or a dropped setmaxnreg is only an
 information line of a compile that succeeds. scripts/check_kernels.py reads these files.

@@ -18,7 +18,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULE = "pk_jax/_ffi.abi3.so"
 SUFFIXES = {".py", ".json"}
 MAX_BYTES = 32 << 20
-# The CUDA driver is looked up at run time and NCCL is opened where JAX has loaded it: neither is linked.
+# The CUDA driver is looked up at run time, and NCCL where JAX has loaded it: neither is linked.
 LINKED = re.compile(r"lib(c|m|dl|rt|pthread|gcc_s|stdc\+\+)\.so\.\d+|ld-linux-x86-64\.so\.2")
 # RHEL 9, Ubuntu 22.04, Debian 12 and anything newer.
 CEILINGS = {"GLIBC": (2, 34), "GLIBCXX": (3, 4, 29), "CXXABI": (1, 3, 13)}
@@ -64,7 +64,11 @@ def audit(wheel: Path, pure: bool) -> list[str]:
         info = f"pk_jax-{PROJECT['version']}.dist-info"
         wanted = {"pk_jax/__init__.py", "pk_jax/py.typed", f"{info}/licenses/LICENSE"}
         compiled = {MODULE, "pk_jax/_ffi.pyi"}
-        problems += [f"lacks {name}" for name in sorted(wanted | (set() if pure else compiled)) if name not in names]
+        problems += [
+            f"lacks {name}"
+            for name in sorted(wanted | (set() if pure else compiled))
+            if name not in names
+        ]
         if pure:
             problems += [f"is not pure: {name}" for name in compiled & names]
         for name in names - wanted - compiled:
@@ -73,11 +77,15 @@ def audit(wheel: Path, pure: bool) -> list[str]:
             if not (in_package or path.parts[0] == info) or "__pycache__" in path.parts:
                 problems.append(f"contains {name}")
         if sum(sizes.values()) > MAX_BYTES:
-            problems.append(f"is {sum(sizes.values()) >> 20} MiB unpacked, more than {MAX_BYTES >> 20}")
+            problems.append(
+                f"is {sum(sizes.values()) >> 20} MiB unpacked, more than {MAX_BYTES >> 20}"
+            )
         metadata = email.message_from_bytes(archive.read(f"{info}/METADATA"))
         if metadata["Requires-Python"] != PROJECT["requires-python"]:
             problems.append(f"requires Python {metadata['Requires-Python']}")
-        build_tools = [r for r in metadata.get_all("Requires-Dist", []) if re.match("nvidia|nanobind", r)]
+        build_tools = [
+            r for r in metadata.get_all("Requires-Dist", []) if re.match("nvidia|nanobind", r)
+        ]
         problems += [f"would install {requirement}" for requirement in build_tools]
         if f"{info}/entry_points.txt" not in names:
             problems.append("has no pk-jax command")

@@ -1,16 +1,18 @@
 """Makes the virtual environments that the Makefile's targets run in. Standard library only.
 
-    bootstrap.py tools          .venv: the hooks' tools, and jax for the type checker
-    bootstrap.py dev            .venv: tools, build requirements, and the package, editable, rebuilt on import
-    bootstrap.py demo           .venv: the package and matplotlib; as `gpu` where there is a GPU
-    bootstrap.py gpu [--in-place]  .venv, or this very Python: the package with its kernels, and the tests' tools
-    bootstrap.py test NAME WHEEL REQUIREMENT...  .venvs/NAME: a wheel and the tests' tools
+    bootstrap.py tools   .venv: the hooks' tools, and jax for the type checker
+    bootstrap.py dev     .venv: tools, and the package, editable, compiled when its C++ changed
+    bootstrap.py demo    .venv: the package and matplotlib; the same as `gpu` where there is a GPU
+    bootstrap.py gpu     .venvs/gpu: the package with its kernels, and the tests' tools;
+                         with --in-place into the very Python that runs this file
+    bootstrap.py test NAME WHEEL REQUIREMENT...   .venvs/NAME: a wheel and the tests' tools
 
-A step is skipped when nothing it depends on has changed since it last succeeded. The environment is made
-with the Python that runs this file.
+Prints the path of the environment's Python. A step is skipped when nothing it depends on has
+changed since it last succeeded. Environments are made with the Python that runs this file.
 """
 
 import argparse
+import datetime
 import hashlib
 import os
 import re
@@ -42,6 +44,11 @@ def group(name: str) -> list[str]:
     return requirements
 
 
+def say(message: str) -> None:
+    """Reports progress, apart from the result."""
+    print(f"bootstrap: {message}", file=sys.stderr, flush=True)
+
+
 class Environment:
     """A Python to install into."""
 
@@ -52,7 +59,10 @@ class Environment:
     def run(self, *arguments: str, **variables: str) -> None:
         """Runs this Python, from a folder where the checkout's own package is not importable."""
         command = [str(self.python), *arguments]
-        subprocess.run(command, check=True, cwd=ROOT / "scripts", env={**os.environ, **variables})
+        environment = {**os.environ, **variables}
+        subprocess.run(
+            command, check=True, cwd=ROOT / "scripts", env=environment, stdout=sys.stderr
+        )
 
     def pip(self, *arguments: str, **variables: str) -> None:
         """Runs pip install, quietly."""
@@ -65,8 +75,8 @@ class Environment:
         stamp = self.stamps / f"pk_jax-{step}.stamp" if self.stamps else None
         if stamp and stamp.exists() and stamp.read_text() == key:
             return False
-        print(f"bootstrap: {step}: installing into {self.python.parent.parent}", flush=True)
-        self.pip(*requirements)
+        say(f"installing what {step} needs into {self.python.parent.parent.relative_to(ROOT)}")
+        self.pip("--upgrade", *requirements)
         if stamp:
             stamp.write_text(key)
         return True
@@ -79,7 +89,7 @@ class Environment:
 
     def install_editable(self, *settings: str, **variables: str) -> None:
         """Installs the checkout as it is, with the build requirements already there."""
-        print("bootstrap: installing pk_jax (editable)", flush=True)
+        say(f"installing pk_jax for {self.python} (editable{', pure Python' if variables else ''})")
         options = [option for setting in settings for option in ("-C", setting)]
         self.pip("--no-build-isolation", "--no-deps", *options, "-e", str(ROOT), **variables)
 
@@ -90,18 +100,20 @@ def make_venv(folder: Path, parent: list[str] | None = None) -> Environment:
     Args:
       folder: where.
       parent: package folders that the environment can also import from, its own first. (The option
-        --system-site-packages shows the base Python's packages, and not those of a virtual environment.)
+        --system-site-packages shows the base Python's packages, but no virtual environment's.)
     """
     config = folder / "pyvenv.cfg"
     wanted = f"{sys.version}\n{parent}"
     stamp = folder / "pk_jax-python.stamp"
     if not (config.exists() and stamp.exists() and stamp.read_text() == wanted):
-        print(f"bootstrap: making {folder.relative_to(ROOT)} with Python {sys.version.split()[0]}", flush=True)
+        say(f"making {folder.relative_to(ROOT)} with Python {sys.version.split()[0]}")
         shutil.rmtree(folder, ignore_errors=True)
         # The parent has pip already, and may be a Python without ensurepip.
         venv.create(folder, with_pip=not parent, symlinks=True)
         if parent:
-            site = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
+            site = sysconfig.get_path(
+                "purelib", vars={"base": str(folder), "platbase": str(folder)}
+            )
             (Path(site) / "parent-packages.pth").write_text("\n".join(parent) + "\n")
         stamp.write_text(wanted)
     return Environment(folder / "bin" / "python", stamps=folder)
@@ -139,33 +151,36 @@ def tools() -> Environment:
     return environment
 
 
-def dev() -> None:
+def dev() -> Environment:
     """Sets up the development loop: C++ edits are compiled at the next import."""
     environment = tools()
     environment.once("build", BUILD_REQUIRES)
     environment.install_editable("editable.rebuild=true", "build-dir=build/dev")
+    return environment
 
 
-def demo() -> None:
+def demo(in_place: bool) -> Environment:
     """Sets up what the examples need; without a GPU nothing needs compiling."""
-    if has_gpu():
-        gpu(in_place=False)
-        return
+    if has_gpu() or in_place:
+        return gpu(in_place)
     environment = make_venv(ROOT / ".venv")
     environment.once("demo", [*JAX, *group("demo"), PYPROJECT["build-system"]["requires"][0]])
     if not environment.has("pk_jax"):
         environment.install_editable(PK_JAX_PURE_PYTHON="1")
+    return environment
 
 
-def gpu(in_place: bool) -> None:
+def gpu(in_place: bool) -> Environment:
     """Sets up the package with its kernels for this machine's GPUs.
 
-    A Python that has JAX with its CUDA plugin already is built upon, not copied: nothing of that size is
-    downloaded, and machines without a network work too.
+    A Python that has JAX with its CUDA plugin already is built upon, not copied: nothing of that
+    size is downloaded, and machines without a network work too.
     """
     if not has_cuda_jax(Path(sys.executable)):
         finder = [str(ROOT / "scripts" / "find_python.sh"), "--all"]
-        found = subprocess.run(finder, capture_output=True, text=True, check=True).stdout.splitlines()
+        found = subprocess.run(
+            finder, capture_output=True, text=True, check=True
+        ).stdout.splitlines()
         for python in found:
             if not in_place and has_cuda_jax(Path(python)):
                 os.execv(python, [python, *sys.argv])
@@ -175,9 +190,9 @@ def gpu(in_place: bool) -> None:
             sys.exit(f"{sys.executable} lacks jax>=0.11.2,<0.13 with the plugin for CUDA 13.")
     elif has_cuda_jax(Path(sys.executable)):
         parent = [p for p in sys.path if re.search(r"(site|dist)-packages/?$", p)]
-        environment = make_venv(ROOT / ".venv", parent)
+        environment = make_venv(ROOT / ".venvs" / "gpu", parent)
     else:
-        environment = make_venv(ROOT / ".venv")
+        environment = make_venv(ROOT / ".venvs" / "gpu")
         environment.once("gpu", [JAX[0].replace("jax", "jax[cuda13]", 1), *JAX[1:]])
     missing = [r for r in BUILD_REQUIRES if not r.startswith(("nvidia", "jax"))]
     missing = [r for r in missing if not environment.has(re.split("[=>]", r)[0].replace("-", "_"))]
@@ -188,16 +203,19 @@ def gpu(in_place: bool) -> None:
     if missing:
         environment.pip(*missing)
     environment.install_editable("build-dir=build/gpu")
+    return environment
 
 
-def test(name: str, wheel: str, requirements: list[str]) -> None:
+def test(name: str, wheel: str, requirements: list[str]) -> Environment:
     """Sets up an environment that has a built wheel and the given JAX."""
     environment = make_venv(ROOT / ".venvs" / name)
+    today = datetime.date.today().isoformat()  # a range is resolved again on another day
+    fresh = not all("==" in requirement for requirement in requirements)
     try:
-        environment.once("packages", ["--upgrade", *requirements, *group("test")])
+        environment.once(f"packages{today if fresh else ''}", [*requirements, *group("test")])
     except subprocess.CalledProcessError:
-        sys.exit(f"Cannot download {' '.join(requirements)} for {environment.python}: see pip's message above.")
-    environment.pip("--no-deps", "--force-reinstall", wheel)
+        sys.exit(f"Cannot install {' '.join(requirements)}: see pip's message above.")
+    environment.pip("--no-deps", "--force-reinstall", str(Path(wheel).resolve()))
     versions = (
         "import importlib.metadata as m, platform, pk_jax; "
         f"assert '.venvs/{name}' in pk_jax.__file__, pk_jax.__file__; "
@@ -205,26 +223,29 @@ def test(name: str, wheel: str, requirements: list[str]) -> None:
         "'jaxlib', m.version('jaxlib'), 'Python', platform.python_version())"
     )
     environment.run("-c", versions)
+    return environment
 
 
 def main() -> None:
     """Runs one step."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     steps = parser.add_subparsers(dest="step", required=True)
-    for name in ("tools", "dev", "demo"):
+    for name in ("tools", "dev"):
         steps.add_parser(name)
-    steps.add_parser("gpu").add_argument("--in-place", action="store_true")
+    for name in ("demo", "gpu"):
+        steps.add_parser(name).add_argument("--in-place", action="store_true")
     test_parser = steps.add_parser("test")
     test_parser.add_argument("name")
     test_parser.add_argument("wheel")
     test_parser.add_argument("requirements", nargs="+")
     args = parser.parse_args()
-    if args.step == "gpu":
-        gpu(args.in_place)
-    elif args.step == "test":
-        test(args.name, args.wheel, args.requirements)
+    if args.step == "test":
+        environment = test(args.name, args.wheel, args.requirements)
+    elif args.step in ("demo", "gpu"):
+        environment = {"demo": demo, "gpu": gpu}[args.step](args.in_place)
     else:
-        {"tools": tools, "dev": dev, "demo": demo}[args.step]()
+        environment = {"tools": tools, "dev": dev}[args.step]()
+    print(environment.python)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Reads what ptxas reported about every kernel of a build folder; fails on spills and dropped instructions.
+"""Reads what ptxas reported about a build's kernels; fails on spills and dropped instructions.
 
 Usage: check_kernels.py BUILD_DIR [--table]
 

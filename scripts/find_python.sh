@@ -2,7 +2,7 @@
 # Prints the path of a Python 3.12 or newer that can make virtual environments, or says on standard error that there is none.
 #   find_python.sh            the first found, or the one named by the variable PYTHON
 #   find_python.sh --newest   the newest of them that JAX has wheels for
-#   find_python.sh --all      all of them, one a line, also those that have no pip to put into an environment
+#   find_python.sh --all      all of them, one a line, last those without a pip to put into an environment
 # Names on PATH are tried by running them: a pyenv shim may exist for a version that is not active.
 
 checkout=$(cd "$(dirname "$0")/.." && pwd)
@@ -37,7 +37,7 @@ found=$(candidates | while read -r python; do "$python" -I -c "$describe" "$chec
 [ "${1:-}" = --all ] || found=$(echo "$found" | awk '$2 == 1')
 case "${1:-}" in
     --newest) found=$(echo "$found" | awk '$1 <= 14' | sort -n -s -k1,1 | tail -n 1) ;;
-    --all) ;;
+    --all) found=$(echo "$found" | sort -s -r -n -k2,2) ;;
     *) found=$(echo "$found" | head -n 1) ;;
 esac
 if [ -z "$found" ]; then
