@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pk_jax as pk
+from pk_jax import _registry
 from pk_jax._tuning.cases import all_gather_cases
 
 AXIS = "x"
@@ -319,6 +320,16 @@ def run_case(
     return make_record(bench, case, times, plans, skipped, method, stamp), failures
 
 
+def workspace_bytes() -> int | None:
+    """Bytes a GPU holds for the communicators of the run so far; None where there are none."""
+    library = _registry.library
+    alive = library.communicators() if library is not None else []
+    per_device: dict[int, int] = {}
+    for one in alive:
+        per_device[one["device"]] = per_device.get(one["device"], 0) + one["workspace_bytes"]
+    return max(per_device.values(), default=None)
+
+
 def make_record(
     bench: Bench,
     case: Case,
@@ -347,6 +358,7 @@ def make_record(
         candidates={
             k: t.median for k, t in times.items() if k in MECHANISMS or k == "default+elementwise"
         },
+        extra_bytes=workspace_bytes(),
         skipped=skipped,
         method={
             "axis": case.axis,

@@ -48,8 +48,9 @@ def report(query_devices: bool = True) -> dict[str, Any]:
     out["collectives_extension"] = _compat.jaxlib_version() >= _registry.OLDEST_JAXLIB
     out |= _devices() if query_devices else {"devices": [], "devices_error": None, "ops": []}
     out |= _links() if query_devices else {"gpus": [], "links": None, "links_error": None}
+    out |= _live()
     out["versions"] = library_versions()  # last: NCCL is asked once it is loaded
-    return out
+    return json.loads(json.dumps(out))  # the library's tuples become lists
 
 
 def report_in_child(timeout_s: float) -> dict[str, Any]:
@@ -115,9 +116,11 @@ def allocator(variables: Mapping[str, str]) -> dict[str, Any]:
 
 def library_versions() -> dict[str, str | None]:
     """Versions of everything involved; None for what is not there."""
+    from pk_jax import __version__  # the package may still be importing this module
+
     build = _registry.library.build_info() if _registry.library is not None else {}
     return {
-        "pk_jax": _distribution("pk_jax") or build.get("version"),
+        "pk_jax": __version__,
         "python": platform.python_version(),
         "jax": jax.__version__,
         "jaxlib": _distribution("jaxlib"),
@@ -197,6 +200,15 @@ def _links() -> dict[str, Any]:
     return {"gpus": topology.get("devices", []), "links": links, "links_error": error}
 
 
+def _live() -> dict[str, Any]:
+    """What pk_jax's kernels have built and met in this process so far."""
+    library = _registry.library
+    return {
+        "communicators": library.communicators() if library is not None else [],
+        "last_error": library.last_error() if library is not None else None,
+    }
+
+
 def _topology() -> tuple[dict[str, Any], str | None]:
     if _registry.library is None:
         return {}, "unknown without the compiled library"
@@ -266,8 +278,15 @@ def _library_text(data: dict[str, Any]) -> str:
     state = f"loaded, built for {library['arch']}" if library["loaded"] else "not loaded"
     if library["reason"]:
         state = f"not usable: {library['reason']}"
+    live = "".join(
+        f"\nCommunicator: rank {c['rank']} of {c['num_ranks']} on device {c['device']}, "
+        f"{c['num_processes']} process(es), {c['workspace_bytes']} bytes"
+        for c in data["communicators"]
+    )
+    if data["last_error"]:
+        live += f"\nLast error of a kernel: {data['last_error']}"
     extension = "present" if data["collectives_extension"] else "missing (needs jaxlib >= 0.11.2)"
-    return f"Compiled library: {state}\nFFI Collectives extension: {extension}"
+    return f"Compiled library: {state}\nFFI Collectives extension: {extension}{live}"
 
 
 def _devices_text(data: dict[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """The doctor answers on any machine, in text and in JSON, and cannot be made to wait for ever."""
 
+import importlib
 import itertools
 import json
 
@@ -7,7 +8,10 @@ import jax
 import pytest
 
 from pk_jax import __main__ as command_line
-from pk_jax import _selection, doctor
+from pk_jax import _registry, _selection
+
+# The module: the package has a function of this name.
+doctor = importlib.import_module("pk_jax.doctor")
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +23,7 @@ def test_report_is_json_and_complete(data):
     assert json.loads(json.dumps(data)) == data
     assert set(data) == {
         "environment", "allocator", "library", "collectives_extension", "devices", "devices_error",
-        "ops", "gpus", "links", "links_error", "versions",
+        "ops", "gpus", "links", "links_error", "communicators", "last_error", "versions",
     }  # fmt: skip
     assert data["devices_error"] is None
     assert len(data["devices"]) == jax.device_count()
@@ -45,24 +49,66 @@ def test_text_names_every_op_and_version(data):
     assert f"jax {data['versions']['jax']}" in text
 
 
-def test_text_of_a_machine_with_gpus(data):
-    gpu = {
-        "name": "NVIDIA H200", "compute_capability": [9, 0], "num_sms": 132, "copy_engines": 3,
-        "memory_bytes": 141_000_000_000, "pci": "0000:04:00.0", "vmm": True,
-    }  # fmt: skip
-    yes, no = True, False
-    links = {
-        "peer_access": [[yes, yes, yes], [yes, yes, no], [yes, no, yes]],
-        "nvlink": [[no, yes, no], [yes, no, no], [no, no, no]],
-    }
+class FakeLibrary:
+    """pk_jax._ffi as it answers on a machine with three GPUs, the last one behind PCIe."""
+
+    def build_info(self):
+        return {"cuda_runtime": "13.0", "ffi_api": (0, 4), "arch": "sm_90a", "version": "0.1.0"}
+
+    def topology(self):
+        gpu = {
+            "name": "NVIDIA H200", "compute_capability": (9, 0), "num_sms": 132, "uuid": "u",
+            "copy_engines": 3, "memory_bytes": 141_000_000_000, "pci": "0000:04:00.0", "vmm": True,
+        }  # fmt: skip
+        yes, no = True, False
+        return {
+            "driver": "13.0",
+            "devices": [gpu | {"ordinal": i} for i in range(3)],
+            "peer_access": [[yes, yes, yes], [yes, yes, no], [yes, no, yes]],
+            "nvlink": [[no, yes, no], [yes, no, no], [no, no, no]],
+        }
+
+    def communicators(self):
+        return []
+
+    def last_error(self):
+        return None
+
+
+def test_text_of_a_machine_with_gpus(monkeypatch):
+    monkeypatch.setattr(_registry, "library", FakeLibrary())
+    data = doctor.report()
+    assert json.loads(json.dumps(data)) == data
     choices = doctor._all_gather_choices("NVIDIA H200", 2)
-    ops = [{"op": "all_gather", "implementation": "cuda", "reason": None, "choices": choices}]
-    gpus = [gpu | {"ordinal": i} for i in range(3)]
-    lines = doctor.render(data | {"gpus": gpus, "links": links, "ops": ops}).splitlines()
+    data["ops"] = [
+        {"op": "all_gather", "implementation": "cuda", "reason": None, "choices": choices}
+    ]
+    lines = doctor.render(data).splitlines()
+    assert any("CUDA runtime of the library 13.0, FFI 0.4" in line for line in lines)
+    assert any("loaded, built for sm_90a" in line for line in lines)
     assert any("NVIDIA H200  sm_90  132 SMs  141 GB  3 copy engines" in line for line in lines)
     assert any(line.split() == ["0", "-", "NVLink", "PCIe"] for line in lines)
     assert any(line.split() == ["1", "NVLink", "-", "none"] for line in lines)
     assert any("1 KiB to" in line and "register (ll)" in line for line in lines)
+
+
+def test_without_a_driver_the_reason_is_shown(monkeypatch):
+    def no_driver(self):
+        raise RuntimeError("no CUDA driver on this machine")
+
+    monkeypatch.setattr(FakeLibrary, "topology", no_driver)
+    monkeypatch.setattr(_registry, "library", FakeLibrary())
+    assert "no CUDA driver on this machine" in doctor.render(doctor.report())
+
+
+def test_text_of_a_process_whose_kernels_have_run(data):
+    communicator = {
+        "device": 0, "rank": 1, "num_ranks": 2, "num_processes": 2, "workspace_bytes": 4096,
+    }  # fmt: skip
+    error = "all_gather: rank 1 waited 2 s for rank 0"
+    text = doctor.render(data | {"communicators": [communicator], "last_error": error})
+    assert "rank 1 of 2 on device 0, 2 process(es), 4096 bytes" in text
+    assert f"Last error of a kernel: {error}" in text
 
 
 def test_choices_cover_all_sizes_once():
