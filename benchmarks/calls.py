@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import all_gather
@@ -20,9 +21,14 @@ NUM_CALLS = 60
 CASE = all_gather.Case("host-cost", (4, 128), 0, frozenset())
 
 
+def empty_call(x: jax.Array) -> jax.Array:
+    """A custom call that launches an empty kernel and leaves its result as it is."""
+    return jax.ffi.ffi_call(NOOP, jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+
 def host_cost(
     mesh: jax.sharding.Mesh, sample_ms: float, samples: int, stamp: dict[str, Any]
-) -> tuple[records.Record, list[str]]:
+) -> Iterator[tuple[records.Record | None, list[str]]]:
     """A chain of captured all_gather calls against one of captured calls of an empty kernel.
 
     The difference holds the flag's trip to the peer and the copy too, so it bounds the host's part
@@ -30,27 +36,28 @@ def host_cost(
     """
     bench = all_gather.Bench(mesh)
     operands = bench.operands(CASE, all_gather.num_data_sets(CASE))
-    gather, _ = all_gather.build(
-        bench,
-        CASE,
-        "default",
-        lambda x: pk.all_gather(x, all_gather.AXIS, tiled=True, implementation="cuda"),
-        operands,
-    )
 
-    def noop(x: jax.Array) -> jax.Array:
-        return jax.ffi.ffi_call(NOOP, jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+    def gather(x: jax.Array) -> jax.Array:
+        return pk.all_gather(x, all_gather.AXIS, tiled=True, implementation="cuda")
 
-    # Result and operand have one shape, so each call reads the one before and needs no barrier.
-    empty = bench.sharded(lambda x: timing.dependent_chain(noop, NUM_CALLS, x, lambda y: y), 1)
-    compiled = empty.lower(operands[0]).compile()
-    timing.check_calls(compiled.as_text(), NOOP, NUM_CALLS)
+    try:
+        program, _ = all_gather.build(bench, CASE, "all_gather", gather, operands)
+        # Result and operand have one shape: each call reads the one before and needs no barrier.
+        chain = bench.sharded(
+            lambda x: timing.dependent_chain(empty_call, NUM_CALLS, x, lambda y: y), 1
+        )
+        compiled = chain.lower(operands[0]).compile()
+        timing.check_calls(compiled.as_text(), NOOP, NUM_CALLS)
+    except (all_gather.CheckError, timing.ChainError) as error:
+        yield None, [str(error)]
+        return
+    empty = timing.Program(compiled, operands[:1], NUM_CALLS)
     times = timing.time_programs(
-        {"all_gather": gather, "empty": timing.Program(compiled, operands[:1], NUM_CALLS)},
+        {"all_gather": program, "empty": empty},
         timing.runs_per_sample(NUM_CALLS, 4.0, sample_ms),
         samples,
     )
-    call, empty_call = times["all_gather"], times["empty"]
+    call, floor = times["all_gather"], times["empty"]
     record = records.Record(
         id="host-cost",
         op="host_cost",
@@ -61,19 +68,19 @@ def host_cost(
         median_us=call.median,
         p10_us=call.p10,
         p90_us=call.p90,
-        bound_us=empty_call.median + records.FLAG_US,
-        ratio=call.median / (empty_call.median + records.FLAG_US),
-        baselines={"empty": empty_call.median},
+        bound_us=floor.median + records.FLAG_US,
+        ratio=call.median / (floor.median + records.FLAG_US),
+        baselines={"empty": floor.median},
         candidates={
-            "difference": call.median - empty_call.median,
+            "difference": call.median - floor.median,
             "cpu": call.cpu,
-            "cpu_empty": empty_call.cpu,
+            "cpu_empty": floor.cpu,
         },
         max_rel_err=0.0,
         method={"calls": NUM_CALLS, "samples": samples},
         **stamp,
     )
-    return record, []
+    yield record, []
 
 
 def first_use_once(mesh: jax.sharding.Mesh, order: str) -> dict[str, float]:

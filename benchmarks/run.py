@@ -79,10 +79,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     launch.join(args.job_address, args.job_size or 1, args.job_rank or 0, args.devices_per_process)
     try:
+        if num_devices() < 2:
+            raise NotImplementedError(f"it needs two devices or more, found {num_devices()}")
         return first_use_child(args) if args.first_use_order else in_this_process(args)
     except NotImplementedError as error:
         print(f"REFUSED: {args.op} cannot run here: {error}", file=sys.stderr)
         return 1
+
+
+def num_devices() -> int:
+    import jax
+
+    return jax.device_count()
 
 
 def in_this_process(args: argparse.Namespace) -> int:
@@ -98,7 +106,7 @@ def in_this_process(args: argparse.Namespace) -> int:
     path = output_path(args)
     sample_ms = args.sample_ms if args.sample_ms is not None else 5.0 if args.quick else 20.0
     if args.op == "host_cost":
-        results: Any = iter([calls.host_cost(mesh, sample_ms, args.samples, stamp)])
+        results: Any = calls.host_cost(mesh, sample_ms, args.samples, stamp)
     else:
         selected = select(all_gather.cases(), args.cases, args.quick)
         results = all_gather.run(mesh, selected, sample_ms, args.samples, stamp)
@@ -106,12 +114,11 @@ def in_this_process(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     for record, failed in results:
         failures += failed
-        if leader:
+        if leader and record is not None:
             print(f"[{time.perf_counter() - start:4.0f} s] {summary(record)}", flush=True)
-            if path is not None:
-                records.save(
-                    path, [record]
-                )  # case by case: a run that is cut short keeps what it has
+            # Case by case: a run cut short keeps what it has. A refused result replaces none.
+            if path is not None and record.median_us is not None:
+                records.save(path, [record])
     if leader:
         for failure in failures:
             print(f"REFUSED: {failure}", file=sys.stderr)

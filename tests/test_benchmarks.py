@@ -3,18 +3,19 @@
 import json
 import pathlib
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 # run.py imports its neighbours by their plain names.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import all_gather
+import calls
 import launch
 import records
 import report
@@ -202,23 +203,57 @@ def test_select():
         run.select(cases, "ag-7K", False)
 
 
-def test_shard_map_of_noop_chain_has_no_other_kernel(bench):
-    """host_cost's empty chain: each call reads the one before, so nothing is needed in between."""
+# Calls
 
-    def call(x):
-        return jax.ffi.ffi_call("pk_jax_noop", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
 
-    chain = jax.jit(
-        jax.shard_map(
-            lambda x: timing.dependent_chain(call, 5, x, lambda y: y),
-            mesh=bench.mesh,
-            in_specs=P("x"),
-            out_specs=P("x"),
-            check_vma=False,
-        )
-    )
+def test_the_empty_call_is_the_custom_call(bench):
+    chain = bench.sharded(lambda x: timing.dependent_chain(calls.empty_call, 5, x, lambda y: y), 1)
     text = chain.lower(bench.operands(CASE, 1)[0]).as_text()
     assert text.count("custom_call @pk_jax_noop") == 5
+
+
+def lax_for_pk(monkeypatch):
+    def gather(x, axis_name, *, tiled, implementation):
+        return lax.all_gather(x, axis_name, tiled=tiled)
+
+    monkeypatch.setattr(calls, "pk", types.SimpleNamespace(all_gather=gather))
+
+
+def test_host_cost(bench, monkeypatch):
+    lax_for_pk(monkeypatch)
+    # A collective of one shape stands in for the custom call, which has no CPU handler.
+    monkeypatch.setattr(calls, "empty_call", lambda x: lax.ppermute(x, "x", [(0, 1), (1, 0)]))
+    monkeypatch.setattr(timing, "check_calls", lambda *args: None)
+    monkeypatch.setattr(calls, "NUM_CALLS", 4)
+    monkeypatch.setattr(all_gather, "SMALL_CALLS", 4)
+    ((found, failures),) = calls.host_cost(bench.mesh, 0.0, 2, STAMP)
+    assert failures == []
+    assert found.candidates["difference"] == found.median_us - found.baselines["empty"]
+    assert found.bound_us == found.baselines["empty"] + records.FLAG_US
+
+
+@pytest.mark.parametrize("order", run.FIRST_USE_ORDERS)
+def test_first_use_times_each_first_call(bench, monkeypatch, order):
+    lax_for_pk(monkeypatch)
+    times = calls.first_use_once(bench.mesh, order)
+    turns = ("first", "second")
+    assert list(times) == [f"{name}_{turn}_ms" for name in order.split("+") for turn in turns]
+    assert min(times.values()) > 0
+
+
+def test_first_use_record_takes_medians():
+    def three(**fields):
+        return [{k: v + i for k, v in fields.items()} for i in (1, 0, 2)]
+
+    runs = {
+        "lax": three(lax_first_ms=300.0, lax_second_ms=1.0),
+        "lax+pk": three(lax_first_ms=300.0, lax_second_ms=1.0, pk_first_ms=40.0, pk_second_ms=1.0),
+        "pk": three(pk_first_ms=320.0, pk_second_ms=1.0),
+    }
+    found = calls.first_use_record(runs, 2, 1, STAMP)
+    assert (found.p10_us, found.median_us, found.p90_us) == (40e3, 41e3, 42e3)
+    assert found.baselines["nccl_first"] == 301e3
+    assert found.candidates == {"pk_alone": 321e3, "pk_beyond_nccl": 20e3}
 
 
 # Records
