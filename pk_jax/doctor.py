@@ -122,7 +122,7 @@ def library_versions() -> dict[str, str | None]:
     return {
         "pk_jax": __version__,
         "python": platform.python_version(),
-        "jax": jax.__version__,
+        "jax": _distribution("jax"),
         "jaxlib": _distribution("jaxlib"),
         "jax_cuda_plugin": _distribution("jax-cuda13-plugin") or _distribution("jax-cuda12-plugin"),
         "cuda_runtime": build.get("cuda_runtime"),
