@@ -148,9 +148,10 @@ def paths(devices: Sequence[Device] | None = None) -> list[Path]:
     return rows
 
 
-def why_platform(op: str, platform: str) -> str:
-    """What to say of an op lowered for a platform other than CUDA."""
-    return f"{op} runs through jax.lax on platform {platform!r}; its kernels need CUDA devices"
+def why_platform(op: str, *platforms: str) -> str:
+    """What to say of an op lowered for a platform other than CUDA, or for several at once."""
+    names = " and ".join(map(repr, platforms))
+    return f"{op} runs through jax.lax on platform {names}; its kernels need CUDA devices"
 
 
 _logged: set[tuple[str, str]] = set()

@@ -16,11 +16,11 @@ os.environ["XLA_FLAGS"] = (
 if not REQUIRED_GPUS:
     os.environ["JAX_PLATFORMS"] = "cpu"
 
-import jax
-import numpy as np
-import pytest
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+from jax.sharding import Mesh  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -55,7 +55,7 @@ def _devices(request):
 
 @pytest.fixture
 def mesh_of():
-    """mesh_of(a=2, b=4): a mesh of virtual CPU devices; `order` permutes them."""
+    """Makes meshes of virtual CPU devices: two by four by `a=2, b=4`, permuted by `order`."""
 
     def make(*, order=None, **sizes):
         count = int(np.prod(list(sizes.values())))
@@ -69,7 +69,7 @@ def mesh_of():
 
 @pytest.fixture
 def per_rank():
-    """per_rank(mesh, f, x): f on each rank's x[rank], the results stacked by rank."""
+    """Runs a function on each rank of a mesh: `x[rank]` in, the results stacked by rank."""
 
     def run(mesh, f, x, check_vma=True):
         def body(part):

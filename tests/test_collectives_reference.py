@@ -43,6 +43,9 @@ GROUPINGS = {
 }
 grouping = pytest.mark.parametrize("case", GROUPINGS, ids=str)
 
+DTYPES = ["bool", "int8", "uint16", "int32", "float16", "bfloat16", "complex64", "float8_e5m2"]
+SMALLER_THAN_A_BYTE = ["int4", "uint2", "float4_e2m1fn"]
+
 # shape, axis, tiled
 LAYOUTS = [
     ((), 0, False),
@@ -84,7 +87,7 @@ def test_all_gather_groups(case, mesh_of, per_rank):
     mesh = mesh_of(**sizes)
     x = operand(mesh.size, (3, 2))
     for axis, tiled in ((0, True), (1, True), (1, False)):
-        kwargs = dict(axis_index_groups=index_groups, axis=axis, tiled=tiled)
+        kwargs = {"axis_index_groups": index_groups, "axis": axis, "tiled": tiled}
         got = per_rank(mesh, lambda p, k=kwargs: pk.all_gather(p, axis_name, **k), x)
         np.testing.assert_array_equal(got, gathered(x, groups, axis, tiled))
         np.testing.assert_array_equal(
@@ -110,10 +113,7 @@ def test_all_gather_cases(case, mesh_of, per_rank):
     np.testing.assert_array_equal(got, gathered(x, [range(2)], case.axis, case.tiled))
 
 
-@pytest.mark.parametrize(
-    "dtype", ["bool", "int8", "uint16", "int32", "float16", "bfloat16", "complex64", "int4", "uint2",
-              "float8_e5m2", "float4_e2m1fn"],
-)  # fmt: skip
+@pytest.mark.parametrize("dtype", DTYPES + SMALLER_THAN_A_BYTE)
 def test_all_gather_dtypes(dtype, mesh_of, per_rank):
     x = operand(4, (6, 2)).astype("int8").astype(dtype)
     got = per_rank(mesh_of(x=4), lambda p: pk.all_gather(p, "x", axis=1, tiled=True), x)

@@ -35,10 +35,10 @@ def primitives_in(fn, *args):
 
 @pytest.fixture
 def mapped(mesh_of):
-    """mapped(f): f under shard_map on an axis "x", first dimension split in and out."""
+    """Puts f under shard_map on an axis "x", the first dimension split in and out."""
 
     def make(f, **kwargs):
-        specs = dict(in_specs=P("x"), out_specs=P("x")) | kwargs
+        specs = {"in_specs": P("x"), "out_specs": P("x")} | kwargs
         return jax.shard_map(f, mesh=mesh_of(x=RANKS), **specs)
 
     return make
@@ -55,10 +55,10 @@ def weighted(f, weights):
 
 # all_gather arguments, shape of a rank's part
 GATHERS = {
-    "tiled": (dict(tiled=True), (2, 3)),
-    "stacked": (dict(axis=1), (2, 3)),
-    "columns": (dict(axis=1, tiled=True), (2, 3)),
-    "groups": (dict(tiled=True, axis_index_groups=[[0, 2], [3, 1]]), (2, 3)),
+    "tiled": ({"tiled": True}, (2, 3)),
+    "stacked": ({"axis": 1}, (2, 3)),
+    "columns": ({"axis": 1, "tiled": True}, (2, 3)),
+    "groups": ({"tiled": True, "axis_index_groups": [[0, 2], [3, 1]]}, (2, 3)),
 }
 
 
@@ -270,7 +270,7 @@ def test_types_are_those_of_lax(to, mapped):
 
 
 def test_a_varying_gather_is_no_replicated_result(mapped):
-    with pytest.raises(ValueError, match="vma|out_specs|varying|replicat"):
+    with pytest.raises(ValueError, match=r"out_specs|replicat"):
         mapped(lambda x: pk.all_gather(x, "x"), out_specs=P())(values(8))
 
 
@@ -283,7 +283,7 @@ def test_reduced_gather():
         def body(x, rows):
             return rows @ op(x, "x", tiled=True, to="reduced")
 
-        specs = dict(in_specs=(P("x"), P("x")), out_specs=P("x"))
+        specs = {"in_specs": (P("x"), P("x")), "out_specs": P("x")}
         return lambda x: jnp.sum(jax.shard_map(body, mesh=mesh, **specs)(x, rows))
 
     got = jax.jit(jax.value_and_grad(loss(pk.all_gather)))(x)

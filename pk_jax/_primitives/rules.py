@@ -32,21 +32,23 @@ def of_transpose(params: dict[str, Any]) -> str | None:
     return "reference" if params["implementation"] == "reference" else None
 
 
-def _lower(ctx: Any, x: Any, *, rules: Rules, for_cuda: bool, **params: Any) -> Any:
+def _lower(ctx: Any, x: Any, *, rules: Rules, **params: Any) -> Any:
     (out,) = ctx.avals_out
     if params["axis_size"] == 1 or 0 in out.shape:
         # A group of one, or no elements: nothing moves.
         return mlir.lower_fun(lambda x: lax.reshape(x, out.shape), multiple_results=False)(ctx, x)
     if params["implementation"] != "reference":
-        if for_cuda:
+        platforms = ctx.module_context.platforms
+        if tuple(platforms) == ("cuda",):
             groups = _compat.rank_groups(ctx, params["axis_name"], params["axis_index_groups"])
             devices = _compat.mesh_devices(ctx)
             decision = _selection.decide(rules.op, ctx.avals_in[0].dtype, groups, devices)
             if decision.path == "cuda" and rules.emit_cuda is not None:
                 return rules.emit_cuda(ctx, x, groups, **params)
         else:
-            platform = ctx.module_context.platforms[0]
-            decision = _selection.Decision("reference", _selection.why_platform(rules.op, platform))
+            decision = _selection.Decision(
+                "reference", _selection.why_platform(rules.op, *platforms)
+            )
         if params["implementation"] == "cuda":
             raise NotImplementedError(f"{rules.op}: {decision.reason}")
         _selection.log_once(rules.op, decision)
@@ -72,7 +74,7 @@ def define(primitive: Primitive, rules: Rules) -> None:
     ad.deflinear2(primitive, rules.transpose)
     batching.fancy_primitive_batchers[primitive] = rules.batch
     # Not cacheable: JAX would lower equal equations once and call the result, and then two call
-    # sites would share a channel.
-    for platform in (None, "cuda"):
-        rule = functools.partial(_lower, rules=rules, for_cuda=platform == "cuda")
-        mlir.register_lowering(primitive, rule, platform=platform, cacheable=False)
+    # sites would share a channel. One rule for all platforms, which looks at the platform itself:
+    # JAX cannot lower an uncacheable primitive that has several rules for several platforms.
+    rule = functools.partial(_lower, rules=rules)
+    mlir.register_lowering(primitive, rule, cacheable=False)

@@ -1,0 +1,172 @@
+"""Config and use_config: what is accepted, what wins, and that jit sees it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import pk_jax as pk
+from pk_jax import config as config_module
+
+BAD_FIELDS = [
+    ({"mechanism": "nvlink"}, r"mechanism must be None or one of \('copy_engine', 'tma', 'regi"),
+    ({"mechanism": 3}, "mechanism must be None or one of .* got 3"),
+    ({"schedule": "eager"}, r"schedule must be None or one of \('sequential', 'intra_sm', 'inter"),
+    ({"num_comm_sms": 0}, "num_comm_sms must be a positive int or None, got 0"),
+    ({"num_comm_sms": "8"}, "num_comm_sms must be a positive int or None, got '8'"),
+    ({"num_comm_sms": True}, "num_comm_sms must be a positive int or None, got True"),
+    ({"tile": 128}, "tile must be a tuple of positive ints or None, got 128"),
+    ({"tile": ()}, "tile must be a tuple of positive ints"),
+    ({"tile": (128, -1)}, "tile must be a tuple of positive ints"),
+    ({"reduce_dtype": "int32"}, "reduce_dtype must be a floating-point dtype or None, got 'int32'"),
+    ({"reduce_dtype": "float33"}, "reduce_dtype must be a floating-point dtype"),
+    ({"deterministic": None}, "deterministic must be True or False, got None"),
+    ({"multicast": 1}, "multicast must be True or False, got 1"),
+]
+
+
+@pytest.mark.parametrize("fields, text", BAD_FIELDS, ids=[str(row[0]) for row in BAD_FIELDS])
+def test_bad_fields(fields, text):
+    with pytest.raises(ValueError, match=text):
+        pk.Config(**fields)
+    with pytest.raises(ValueError, match=text), pk.use_config(**fields):
+        pass
+
+
+def test_config_is_a_frozen_hashable_value():
+    config = pk.Config(mechanism="tma", tile=[128, 64], reduce_dtype=jnp.bfloat16)
+    assert config == pk.Config(mechanism="tma", tile=(128, 64), reduce_dtype="bfloat16")
+    assert hash(config) == hash(dataclasses.replace(config))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.mechanism = None  # pyright: ignore[reportAttributeAccessIssue]
+    assert repr(pk.Config(mechanism="tma")) == "Config(mechanism='tma')"
+
+
+def resolve(**fields):
+    return config_module.resolve("all_gather", pk.Config(**fields) if fields else None)
+
+
+def test_defaults_nest_and_end():
+    with pk.use_config(mechanism="tma") as outer:
+        assert outer == pk.Config(mechanism="tma")
+        with pk.use_config(num_comm_sms=4):
+            assert resolve() == pk.Config(mechanism="tma", num_comm_sms=4)
+            with pk.use_config(mechanism=None):
+                assert resolve() == pk.Config(num_comm_sms=4)
+        assert resolve() == pk.Config(mechanism="tma")
+    assert resolve() == pk.Config()
+
+
+def test_defaults_end_after_an_error():
+    with pytest.raises(KeyError), pk.use_config(mechanism="tma"):
+        raise KeyError
+    assert resolve() == pk.Config()
+
+
+def test_use_config_decorates():
+    @pk.use_config(mechanism="tma")
+    def f():
+        return resolve()
+
+    assert f() == pk.Config(mechanism="tma") and resolve() == pk.Config()
+
+
+def test_the_call_wins_and_its_gaps_are_filled():
+    with pk.use_config(mechanism="tma", num_comm_sms=4):
+        assert resolve(mechanism="register") == pk.Config(mechanism="register", num_comm_sms=4)
+        # The copy engine uses no SMs: the one that is only a default gives way.
+        assert resolve(mechanism="copy_engine") == pk.Config(mechanism="copy_engine")
+    with pk.use_config(mechanism="copy_engine"):
+        assert resolve(num_comm_sms=4) == pk.Config(num_comm_sms=4)
+
+
+def test_unknown_fields():
+    text = r"unknown fields \['speed'\]; the fields are \['mechanism'"
+    with pytest.raises(TypeError, match=text), pk.use_config(speed=1):
+        pass
+
+
+NOT_FOR_ALL_GATHER = [
+    {"schedule": "sequential"},
+    {"tile": (128, 64)},
+    {"reduce_dtype": "float32"},
+    {"multicast": True},
+]
+
+
+@pytest.mark.parametrize("fields", NOT_FOR_ALL_GATHER, ids=str)
+def test_a_knob_the_op_does_not_have(fields):
+    (name,) = fields
+    with pytest.raises(ValueError) as error:
+        resolve(**fields)
+    assert f"all_gather cannot honour config.{name}=" in str(error.value)
+    assert "its knobs are mechanism (('copy_engine', 'tma', 'register'))" in str(error.value)
+    with pk.use_config(**fields):
+        assert resolve() == pk.Config()  # a default is only for ops that have the knob
+
+
+def test_copy_engine_with_sms():
+    with pytest.raises(ValueError, match="uses no SMs; choose mechanism 'tma' or 'register'"):
+        resolve(mechanism="copy_engine", num_comm_sms=4)
+
+
+def test_an_op_without_knobs():
+    config = pk.Config(mechanism="tma")
+    with pytest.raises(ValueError, match=r"psum cannot honour .*mechanism='tma': it has no knobs"):
+        config_module.resolve("psum", config)
+    with pk.use_config(mechanism="tma"):
+        assert config_module.resolve("psum", None) == pk.Config()
+    assert config_module.resolve("psum", pk.Config(deterministic=False)) == pk.Config()
+
+
+@pytest.mark.parametrize("config", ["tma", {"mechanism": "tma"}, 3])
+@pytest.mark.parametrize("op", ["all_gather", "psum", "psum_scatter"])
+def test_config_of_a_wrong_type(op, config):
+    with pytest.raises(TypeError, match=f"{op}: config must be a pk_jax.Config or None, got "):
+        getattr(pk, op)(jnp.zeros(2), "x", config=config)
+
+
+def test_jit_sees_the_defaults(mesh_of):
+    traces = []
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh_of(x=2), in_specs=P("x"), out_specs=P("x"))
+    def f(x):
+        traces.append(config_module.resolve("all_gather", None).mechanism)
+        return pk.all_gather(x, "x")
+
+    def mechanism():
+        return (
+            jax.make_jaxpr(f)(jnp.zeros(8)).pretty_print().split("config=Config(")[1].split(")")[0]
+        )
+
+    x = jnp.zeros(8)
+    for _ in range(2):
+        f(x)
+        with pk.use_config(mechanism="tma"):
+            f(x)
+            assert mechanism() == "mechanism='tma'"
+            with pk.use_config(mechanism="register"):
+                f(x)
+    assert traces == [None, "tma", "register"]
+    assert mechanism() == ""
+    assert f._cache_size() == 3
+
+
+def test_the_config_given_is_in_the_jit_key(mesh_of):
+    def body(x, config):
+        return pk.all_gather(x, "x", config=config)
+
+    @jax.jit(static_argnums=1)
+    def f(x, config):
+        return jax.shard_map(
+            lambda x: body(x, config), mesh=mesh_of(x=2), in_specs=P("x"), out_specs=P("x")
+        )(x)
+
+    f(jnp.zeros(8), pk.Config(mechanism="tma"))
+    f(jnp.zeros(8), pk.Config(mechanism="tma"))
+    assert f._cache_size() == 1
+    f(jnp.zeros(8), pk.Config(mechanism="register"))
+    assert f._cache_size() == 2

@@ -1,0 +1,134 @@
+"""The cost model: properties that any sane numbers give, and what the H200's numbers choose."""
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+
+from pk_jax._tuning import cases, cost_model, hardware
+from pk_jax._tuning.hardware import GIB, H200, KIB, MIB
+
+SIZES = sorted(
+    {0, 1, 3, *(1 << shift for shift in range(31)), *(3 << shift for shift in range(28))}
+)
+RANKS = (2, 3, 5, 8, 72)
+
+
+def candidate(num_bytes, ranks, mechanism, protocol, blocks):
+    """One candidate's time; None where it does not apply."""
+    for choice in cost_model.all_gather_candidates(H200, num_bytes, ranks, 16):
+        if (choice.mechanism, choice.protocol, choice.num_blocks) == (mechanism, protocol, blocks):
+            return choice.seconds
+    return None
+
+
+def kinds():
+    choices = cost_model.all_gather_candidates(H200, 1, 2, 16)
+    return sorted({(c.mechanism, c.protocol, c.num_blocks) for c in choices})
+
+
+def test_candidates():
+    names = {kind[:2] for kind in kinds()}
+    assert names == {
+        ("register", "ll"), ("register", "simple"), ("tma", "simple"), ("copy_engine", "simple"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_more_bytes_never_take_less_time(ranks):
+    for kind in kinds():
+        times = [t for size in SIZES if (t := candidate(size, ranks, *kind)) is not None]
+        assert all(a <= b for a, b in itertools.pairwise(times)), kind
+        assert len(times) > 15
+
+
+@pytest.mark.parametrize("num_bytes", SIZES)
+def test_more_ranks_take_more_time(num_bytes):
+    for kind in kinds():
+        times = [candidate(num_bytes, ranks, *kind) for ranks in RANKS]
+        if times[0] is not None:
+            assert all(a <= b for a, b in itertools.pairwise(times)), kind
+
+
+def test_never_faster_than_the_link():
+    chosen = random.Random(0)
+    for _ in range(300):
+        num_bytes, ranks = chosen.randrange(2 * GIB), chosen.randint(2, 72)
+        for choice in cost_model.all_gather_candidates(H200, num_bytes, ranks, num_bytes):
+            assert choice.seconds >= (ranks - 1) * num_bytes / H200.link_bandwidth
+            assert choice.seconds >= H200.launch_overhead + H200.flag_latency > 0
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_the_choice_is_the_cheapest(ranks):
+    for size in SIZES:
+        candidates = cost_model.all_gather_candidates(H200, size, ranks, size)
+        choice = cost_model.choose_all_gather(H200, size, ranks, size)
+        assert choice.seconds == min(c.seconds for c in candidates)
+        for mechanism in {c.mechanism for c in candidates}:
+            best = cost_model.choose_all_gather(H200, size, ranks, size, mechanism=mechanism)
+            assert best.mechanism == mechanism
+            assert best.seconds == min(c.seconds for c in candidates if c.mechanism == mechanism)
+
+
+def test_choices_on_h200():
+    def choose(size):
+        choice = cost_model.choose_all_gather(H200, size, 2, size)
+        return choice.mechanism, choice.protocol
+
+    assert choose(KIB) == choose(64 * KIB) == choose(128 * KIB) == ("register", "ll")
+    assert choose(128 * KIB + 16)[1] == "simple"
+    assert choose(64 * MIB) == choose(GIB) == ("copy_engine", "simple")
+    middle = cost_model.choose_all_gather(H200, MIB, 2, MIB)
+    assert middle.mechanism in ("tma", "register") and 1 < middle.num_blocks <= 32
+    few = cost_model.choose_all_gather(H200, 256, 2, 256)
+    assert few.num_blocks < middle.num_blocks
+
+
+def test_alignment():
+    for inner in (1, 2, 8, 24, 17):
+        candidates = cost_model.all_gather_candidates(H200, MIB, 2, inner)
+        assert "tma" not in {choice.mechanism for choice in candidates}
+        with pytest.raises(
+            ValueError, match=rf"'tma' for blocks of {inner} contiguous bytes .* 16"
+        ):
+            cost_model.choose_all_gather(H200, MIB, 2, inner, mechanism="tma")
+    assert cost_model.choose_all_gather(H200, MIB, 2, 48, mechanism="tma").mechanism == "tma"
+
+
+def test_a_given_number_of_blocks():
+    for blocks in (1, 7, 132):
+        for size in (KIB, GIB):
+            choice = cost_model.choose_all_gather(H200, size, 2, size, num_blocks=blocks)
+            assert choice.num_blocks == blocks and choice.mechanism != "copy_engine"
+
+
+def test_thresholds_are_data():
+    tiny = dataclasses.replace(H200, ll_max_bytes=16)
+    assert cost_model.choose_all_gather(H200, KIB, 2, KIB).protocol == "ll"
+    assert cost_model.choose_all_gather(tiny, KIB, 2, KIB).protocol == "simple"
+    slow = dataclasses.replace(H200, copy_engine_bandwidth=((KIB, 1e6), (GIB, 1e9)))
+    assert cost_model.choose_all_gather(slow, GIB, 2, GIB).mechanism != "copy_engine"
+
+
+def test_hardware_record():
+    assert hardware.lookup("NVIDIA H200") is H200
+    assert hardware.lookup("cpu") is H200 and hardware.lookup() is H200
+    for curve in (*H200.store_bandwidth.values(), *H200.loaded_store_bandwidth.values(),
+                  H200.copy_engine_bandwidth, H200.loaded_copy_engine_bandwidth):  # fmt: skip
+        assert list(curve) == sorted(curve)  # x and rate rise together
+        assert max(rate for _, rate in curve) <= H200.link_bandwidth
+
+
+def test_cases():
+    names = [case.name for case in cases.ALL_GATHER]
+    assert len(set(names)) == len(names)
+    assert {"ag-16K", "ag-32M", "ag-256M", "ag-1K", "ag-1G"} <= set(names)
+    for name, size in (("ag-1K", KIB), ("ag-16K", 16 * KIB), ("ag-32M", 32 * MIB), ("ag-1G", GIB)):
+        case = cases.all_gather_case(name)
+        assert case.shape == (size // 2,) and case.dtype == "bfloat16" and "bench" in case.tags
+    assert not set(cases.all_gather_cases("ci")) & set(cases.all_gather_cases("bench"))
+    assert set(cases.all_gather_cases()) == set(cases.ALL_GATHER)
+    with pytest.raises(KeyError, match="ag-2Q"):
+        cases.all_gather_case("ag-2Q")
