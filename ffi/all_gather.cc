@@ -28,17 +28,21 @@ struct AllGatherSite : CallSite {
 };
 ffi::TypeId AllGatherSite::id = {};
 
-ffi::ErrorOr<std::unique_ptr<AllGatherSite>> instantiate(ffi::Span<const int64_t> groups, ffi::Span<const int64_t> devices,
-                                                         int64_t group_size, int64_t channel, int64_t outer,
-                                                         std::string_view mechanism, std::string_view protocol,
+ffi::ErrorOr<std::unique_ptr<AllGatherSite>> instantiate(ffi::Span<const int64_t> groups,
+                                                         ffi::Span<const int64_t> devices,
+                                                         int64_t group_size, int64_t channel,
+                                                         int64_t outer, std::string_view mechanism,
+                                                         std::string_view protocol,
                                                          int64_t num_blocks) {
   auto site = std::make_unique<AllGatherSite>();
   ffi::Error failed = guarded("all_gather", [&] {
     site->op = "all_gather";
     site->groups = Groups::intern(groups, devices, group_size);
-    if (channel < 0 || channel >= kNumChannels) throw Error("channel " + std::to_string(channel) + " is out of range");
+    if (channel < 0 || channel >= kNumChannels)
+      throw Error("channel " + std::to_string(channel) + " is out of range");
     if (outer < 1) throw Error("outer must be at least 1, not " + std::to_string(outer));
-    if (num_blocks < 0 || num_blocks > 4096) throw Error("num_blocks " + std::to_string(num_blocks) + " is out of range");
+    if (num_blocks < 0 || num_blocks > 4096)
+      throw Error("num_blocks " + std::to_string(num_blocks) + " is out of range");
     site->channel = static_cast<int>(channel);
     site->rows = outer;
     site->mechanism = mechanism_from(mechanism);
@@ -54,9 +58,14 @@ ffi::Error prepare_site(AllGatherSite* site, ffi::RunId run, int32_t device, ffi
   return prepare(*site, run, device, context);
 }
 
-ffi::Error initialize_site(AllGatherSite* site, cudaStream_t stream, int32_t device, ffi::Context context,
-                           ffi::Result<ffi::AnyBuffer> result) {
-  return initialize(*site, stream, device, context, result->untyped_data());
+ffi::Error initialize_site(AllGatherSite* site, cudaStream_t stream, int32_t device,
+                           ffi::Context context, ffi::RemainingRets results) {
+  return initialize(*site, stream, device, context, [&] {
+    auto result = results.get<ffi::AnyBuffer>(0);
+    if (!result.has_value())
+      throw Error("Initialize got no result buffer: " + result.error().message());
+    return (*result)->untyped_data();
+  });
 }
 
 ffi::Error execute(AllGatherSite* site, cudaStream_t stream, int32_t device, ffi::AnyBuffer operand,
@@ -66,8 +75,9 @@ ffi::Error execute(AllGatherSite* site, cudaStream_t stream, int32_t device, ffi
     const int64_t bytes = static_cast<int64_t>(operand.size_bytes());
     if (bytes == 0 || bytes % site->rows != 0 ||
         static_cast<int64_t>(result->size_bytes()) != bytes * communicator.num_ranks()) {
-      throw Error("operand of " + std::to_string(bytes) + " bytes, result of " + std::to_string(result->size_bytes()) + " bytes, " +
-                  std::to_string(site->rows) + " rows and " + std::to_string(communicator.num_ranks()) + " ranks do not fit");
+      throw Error("operand of " + std::to_string(bytes) + " bytes, result of " +
+                  std::to_string(result->size_bytes()) + " bytes, " + std::to_string(site->rows) +
+                  " rows and " + std::to_string(communicator.num_ranks()) + " ranks do not fit");
     }
     AllGatherArgs args{};
     args.source = static_cast<const char*>(operand.untyped_data());
@@ -83,8 +93,10 @@ ffi::Error execute(AllGatherSite* site, cudaStream_t stream, int32_t device, ffi
             "launch (copy engine)");
       return;
     }
-    if (site->protocol == Protocol::kSimple) args.published = communicator.publish(args.result, result->size_bytes());
-    check(launch_all_gather(communicator.view(), args, site->mechanism, site->protocol, stream), "launch");
+    if (site->protocol == Protocol::kSimple)
+      args.published = communicator.publish(args.result, result->size_bytes());
+    check(launch_all_gather(communicator.view(), args, site->mechanism, site->protocol, stream),
+          "launch");
   });
 }
 
@@ -114,9 +126,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pk_all_gather_initialize, initialize_site,
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Ctx<ffi::DeviceOrdinal>()
                                   .Ctx<ffi::Context>()
-                                  .Ret<ffi::AnyBuffer>());
+                                  .RemainingRets());
 
-// Command-buffer compatible: launches and async copies only, and nothing that differs from call to call (epochs live on the device).
+// Command-buffer compatible: launches and async copies only, and nothing that differs from call to
+// call (epochs live on the device).
 XLA_FFI_DEFINE_HANDLER_SYMBOL(pk_all_gather_execute, execute,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::State<AllGatherSite>>()

@@ -19,8 +19,8 @@ namespace {
 // XLA's own communicator for the group: sharing it saves a second NCCL initialisation.
 constexpr int64_t kCommunicationId = 0;
 
-// Everything that lives as long as the process. Never destroyed: device addresses of it are baked into captured graphs, and at exit the driver takes
-// back memory and mappings by itself.
+// Everything that lives as long as the process. Never destroyed: device addresses of it are baked
+// into captured graphs, and at exit the driver takes back memory and mappings by itself.
 struct Process {
   std::shared_mutex mutex;
   std::map<int, int64_t> global_id_of;
@@ -52,19 +52,21 @@ uint64_t timeout_ns() {
 XlaCommunicators extension(const xla::ffi::Context& context) {
   auto found = context.get<xla::ffi::Extension<CollectivesExtension>>();
   if (!found.has_value()) {
-    throw Error("this jaxlib gives no FFI Collectives extension (needs jaxlib >= 0.11.2): " + found.error().message());
+    throw Error("this jaxlib gives no FFI Collectives extension (needs jaxlib >= 0.11.2): " +
+                found.error().message());
   }
   return *found;
 }
 
 }  // namespace
 
-const Groups* Groups::intern(xla::ffi::Span<const int64_t> logical, xla::ffi::Span<const int64_t> devices,
-                             int64_t group_size) {
-  if (group_size < 1 || group_size > kMaxRanks || logical.size() == 0 || logical.size() % group_size != 0 ||
-      devices.size() != logical.size()) {
-    throw Error("attributes groups (" + std::to_string(logical.size()) + " ids), devices (" + std::to_string(devices.size()) +
-                " ids) and group_size " + std::to_string(group_size) + " do not fit");
+const Groups* Groups::intern(xla::ffi::Span<const int64_t> logical,
+                             xla::ffi::Span<const int64_t> devices, int64_t group_size) {
+  if (group_size < 1 || group_size > kMaxRanks || logical.size() == 0 ||
+      logical.size() % group_size != 0 || devices.size() != logical.size()) {
+    throw Error("attributes groups (" + std::to_string(logical.size()) + " ids), devices (" +
+                std::to_string(devices.size()) + " ids) and group_size " +
+                std::to_string(group_size) + " do not fit");
   }
   auto made = std::make_unique<Groups>();
   for (size_t at = 0; at < logical.size(); at += group_size) {
@@ -95,12 +97,16 @@ void set_local_devices(const std::map<int, int64_t>& global_id_of) {
 }
 
 Communicator& CallSite::communicator(int device) const {
-  Communicator* found = device >= 0 && device < kMaxLocalDevices ? ready[device].load(std::memory_order_acquire) : nullptr;
-  if (!found) throw Error("device " + std::to_string(device) + " was not initialised for this call");
+  Communicator* found = device >= 0 && device < kMaxLocalDevices
+                            ? ready[device].load(std::memory_order_acquire)
+                            : nullptr;
+  if (!found)
+    throw Error("device " + std::to_string(device) + " was not initialised for this call");
   return *found;
 }
 
-xla::ffi::Error prepare(const CallSite& site, xla::ffi::RunId run, int device, const xla::ffi::Context& context) {
+xla::ffi::Error prepare(const CallSite& site, xla::ffi::RunId run, int device,
+                        const xla::ffi::Context& context) {
   struct Asked {
     int64_t run = -1;
     int device = -1;
@@ -119,26 +125,30 @@ xla::ffi::Error prepare(const CallSite& site, xla::ffi::RunId run, int device, c
   asked.groups.push_back(site.groups);
   xla::ffi::Error requested = xla::ffi::Error::Success();
   xla::ffi::Error failed = guarded(site.op, [&] {
-    requested =
-        extension(context).RequestCommunicator(xla::ffi::GroupMode::kFlattenedId, site.groups->logical, kCommunicationId);
+    requested = extension(context).RequestCommunicator(xla::ffi::GroupMode::kFlattenedId,
+                                                       site.groups->logical, kCommunicationId);
   });
   return failed.failure() ? failed : requested;
 }
 
-xla::ffi::Error initialize(CallSite& site, cudaStream_t stream, int device, const xla::ffi::Context& context, void* buffer) {
+xla::ffi::Error initialize(CallSite& site, cudaStream_t stream, int device,
+                           const xla::ffi::Context& context, const std::function<void*()>& buffer) {
   if (device < 0 || device >= kMaxLocalDevices) {
-    return xla::ffi::Error::Internal("pk_jax: device ordinal " + std::to_string(device) + " is out of range");
+    return xla::ffi::Error::Internal("pk_jax: device ordinal " + std::to_string(device) +
+                                     " is out of range");
   }
   if (site.ready[device].load(std::memory_order_relaxed)) return xla::ffi::Error::Success();
   return guarded(site.op, [&] {
     Communicator* communicator = find(site.groups, device);
     if (!communicator || !communicator->has_channel(site.channel, site.needs_landing)) {
-      auto xla_communicator =
-          extension(context).GetCommunicator(xla::ffi::GroupMode::kFlattenedId, site.groups->logical, kCommunicationId);
-      if (!xla_communicator.has_value()) throw Error("no communicator from XLA: " + xla_communicator.error().message());
+      auto xla_communicator = extension(context).GetCommunicator(
+          xla::ffi::GroupMode::kFlattenedId, site.groups->logical, kCommunicationId);
+      if (!xla_communicator.has_value())
+        throw Error("no communicator from XLA: " + xla_communicator.error().message());
       NcclExchange exchange(*xla_communicator, site.groups->rank_of(device), stream);
       if (!communicator) {
-        auto made = std::make_unique<Communicator>(exchange, device, buffer, timeout_ns(), stream);
+        auto made =
+            std::make_unique<Communicator>(exchange, device, buffer(), timeout_ns(), stream);
         communicator = made.get();
         std::unique_lock lock(process().mutex);
         process().communicators[{site.groups, device}] = std::move(made);
@@ -153,7 +163,8 @@ std::vector<CommunicatorInfo> communicators() {
   std::shared_lock lock(process().mutex);
   std::vector<CommunicatorInfo> all;
   for (const auto& [key, c] : process().communicators) {
-    all.push_back({c->device(), c->rank(), c->num_ranks(), c->num_processes(), c->workspace_bytes()});
+    all.push_back(
+        {c->device(), c->rank(), c->num_ranks(), c->num_processes(), c->workspace_bytes()});
   }
   return all;
 }

@@ -1,7 +1,9 @@
-// What every pk call site knows and does before it executes: which ranks it spans, and their Communicator on each local device.
+// What every pk call site knows and does before it executes: which ranks it spans, and their
+// Communicator on each local device.
 //
-// XLA runs Prepare and Initialize of every call site on every execution, also when the calls themselves are replayed from a CUDA graph, so the two
-// must cost next to nothing once the communicator is there: one request a run and group, one pointer load a call site.
+// XLA runs Prepare and Initialize of every call site on every execution, also when the calls
+// themselves are replayed from a CUDA graph, so the two must cost next to nothing once the
+// communicator is there: one request a run and group, one pointer load a call site.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,6 +11,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <string>
 #include <vector>
@@ -20,14 +23,17 @@ namespace pk {
 
 inline constexpr int kMaxLocalDevices = 64;
 
-// The replica groups of a mesh axis. Interned: equal groups are one object for the life of the process.
+// The replica groups of a mesh axis. Interned: equal groups are one object for the life of the
+// process.
 struct Groups {
   std::vector<std::vector<int64_t>> logical;  // logical (flattened) ids, as XLA wants them
   std::vector<std::vector<int64_t>> devices;  // global device ids in the same places, in rank order
 
   // Throws Error when the arrays do not fit.
-  static const Groups* intern(xla::ffi::Span<const int64_t> logical, xla::ffi::Span<const int64_t> devices, int64_t group_size);
-  // Place of the device in its group; -1 if it is in none or if the devices of this process are not known.
+  static const Groups* intern(xla::ffi::Span<const int64_t> logical,
+                              xla::ffi::Span<const int64_t> devices, int64_t group_size);
+  // Place of the device in its group; -1 if it is in none or if the devices of this process are not
+  // known.
   int rank_of(int device_ordinal) const;
 };
 
@@ -39,17 +45,22 @@ struct CallSite {
   const Groups* groups;
   int channel;
   bool needs_landing;
-  std::array<std::atomic<Communicator*>, kMaxLocalDevices> ready{};  // set once the channel can run on that device
+  std::array<std::atomic<Communicator*>, kMaxLocalDevices>
+      ready{};  // set once the channel can run on that device
 
   // Throws Error when execution is asked for on a device that Initialize has not seen.
   Communicator& communicator(int device) const;
 };
 
-// Prepare: tells XLA that the group's communicator will be needed (which also takes its lock on concurrent programs), once a run.
-xla::ffi::Error prepare(const CallSite& site, xla::ffi::RunId run, int device, const xla::ffi::Context& context);
+// Prepare: tells XLA that the group's communicator will be needed (which also takes its lock on
+// concurrent programs), once a run.
+xla::ffi::Error prepare(const CallSite& site, xla::ffi::RunId run, int device,
+                        const xla::ffi::Context& context);
 
 // Initialize: builds the communicator of the group the first time, and grows it for this call site.
-xla::ffi::Error initialize(CallSite& site, cudaStream_t stream, int device, const xla::ffi::Context& context, void* buffer);
+// `buffer` returns any device buffer of the call.
+xla::ffi::Error initialize(CallSite& site, cudaStream_t stream, int device,
+                           const xla::ffi::Context& context, const std::function<void*()>& buffer);
 
 struct CommunicatorInfo {
   int device, rank, num_ranks, num_processes;

@@ -1,6 +1,8 @@
-// XLA's FFI Collectives extension: the only way for a handler outside XLA to ask for the communicator of a replica group.
+// XLA's FFI Collectives extension: the only way for a handler outside XLA to ask for the
+// communicator of a replica group.
 //
-// jaxlib ships the C structs and a generic wrapper but not this tag. Minor versions only add fields so far (0.1 in jaxlib 0.11.2, 0.2 in 0.12).
+// jaxlib ships the C structs and a generic wrapper but not this tag. Minor versions only add fields
+// so far (0.1 in jaxlib 0.11.2, 0.2 in 0.12).
 #pragma once
 
 #include "xla/ffi/api/collectives_api.h"
@@ -8,7 +10,8 @@
 
 namespace pk {
 
-class XlaCommunicators : public xla::ffi::internal::CommunicatorContextBase<xla::ffi::internal::ErrorPolicy> {
+class XlaCommunicators
+    : public xla::ffi::internal::CommunicatorContextBase<xla::ffi::internal::ErrorPolicy> {
   using Base = xla::ffi::internal::CommunicatorContextBase<xla::ffi::internal::ErrorPolicy>;
 
  public:

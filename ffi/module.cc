@@ -1,4 +1,5 @@
-// The Python module pk_jax._ffi: handlers for registration with XLA, facts about this machine, the test harness. No JAX import here.
+// The Python module pk_jax._ffi: handlers for registration with XLA, facts about this machine, the
+// test harness. No JAX import here.
 #include <cuda_runtime_api.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -50,7 +51,8 @@ nb::dict handlers() {
 nb::dict types() {
   nb::dict site;
   site["type_id"] = nb::capsule(static_cast<void*>(pk::all_gather_site_type_id()));
-  site["type_info"] = nb::capsule(const_cast<void*>(static_cast<const void*>(pk::all_gather_site_type_info())));
+  site["type_info"] =
+      nb::capsule(const_cast<void*>(static_cast<const void*>(pk::all_gather_site_type_info())));
   nb::dict all;
   all["pk_jax_all_gather_site"] = site;
   return all;
@@ -116,18 +118,21 @@ nb::list communicators() {
 using Operands = nb::ndarray<const uint8_t, nb::shape<-1, -1, -1>, nb::c_contig, nb::device::cpu>;
 using Results = nb::ndarray<uint8_t, nb::shape<-1, -1, -1>, nb::c_contig, nb::device::cpu>;
 
-void virtual_all_gather(pk::VirtualRanks& ranks, Operands operands, Results results, int64_t rows, const std::string& mechanism,
-                        const std::string& protocol, int num_blocks, int channel, int offset, const std::vector<int>& absent) {
+void virtual_all_gather(pk::VirtualRanks& ranks, Operands operands, Results results, int64_t rows,
+                        const std::string& mechanism, const std::string& protocol, int num_blocks,
+                        int channel, int offset, const std::vector<int>& absent) {
   const auto n = static_cast<size_t>(ranks.num_ranks());
   if (operands.shape(1) != n || results.shape(0) != operands.shape(0) || results.shape(1) != n ||
       results.shape(2) != n * operands.shape(2)) {
-    throw nb::value_error("operands must be [calls, ranks, bytes] and results [calls, ranks, ranks * bytes]");
+    throw nb::value_error(
+        "operands must be [calls, ranks, bytes] and results [calls, ranks, ranks * bytes]");
   }
   std::string error;
   {
     nb::gil_scoped_release release;
     error = ranks.all_gather(operands.data(), results.data(), static_cast<int>(operands.shape(0)),
-                             static_cast<int64_t>(operands.shape(2)), rows, mechanism, protocol, num_blocks, channel, offset, absent);
+                             static_cast<int64_t>(operands.shape(2)), rows, mechanism, protocol,
+                             num_blocks, channel, offset, absent);
   }
   if (!error.empty()) throw std::runtime_error(error);
 }
@@ -135,19 +140,26 @@ void virtual_all_gather(pk::VirtualRanks& ranks, Operands operands, Results resu
 }  // namespace
 
 NB_MODULE(_ffi, m) {
-  m.def("handlers", &handlers, "Target name -> {stage: capsule}, for jax.ffi.register_ffi_target on platform CUDA.");
-  m.def("types", &types, "Type name -> {type_id, type_info}, for jax.ffi.register_ffi_type, before the handlers.");
+  m.def("handlers", &handlers,
+        "Target name -> {stage: capsule}, for jax.ffi.register_ffi_target on platform CUDA.");
+  m.def("types", &types,
+        "Type name -> {type_id, type_info}, for jax.ffi.register_ffi_type, before the handlers.");
   m.def("build_info", &build_info, "What this library was built with.");
-  m.def("topology", &topology, "GPUs of this process and the links between them. RuntimeError without driver or GPU.");
+  m.def("topology", &topology,
+        "GPUs of this process and the links between them. RuntimeError without driver or GPU.");
   m.def("set_local_devices", &pk::set_local_devices, nb::arg("global_id_of"),
         "Local hardware ordinal -> global JAX device id, before the first lowering for CUDA.");
   m.def("host_id", &pk::host_id, "Equal exactly for processes that can map each other's memory.");
-  m.def("last_error", &pk::error_text, "Text of the device error record, None if no kernel has given up.");
+  m.def("last_error", &pk::error_text,
+        "Text of the device error record, None if no kernel has given up.");
   m.def("communicators", &communicators, "The communicators that are alive.");
-  nb::class_<pk::VirtualRanks>(m, "VirtualRanks", "Test harness: ranks as streams on the GPUs present.")
-      .def(nb::init<int, std::vector<int>, double>(), nb::arg("num_ranks"), nb::arg("devices"), nb::arg("timeout_s") = 20.0)
+  nb::class_<pk::VirtualRanks>(m, "VirtualRanks",
+                               "Test harness: ranks as streams on the GPUs present.")
+      .def(nb::init<int, std::vector<int>, double>(), nb::arg("num_ranks"), nb::arg("devices"),
+           nb::arg("timeout_s") = 20.0)
       .def_prop_ro("num_ranks", &pk::VirtualRanks::num_ranks)
-      .def("all_gather", &virtual_all_gather, nb::arg("operands"), nb::arg("results"), nb::arg("rows") = 1,
-           nb::arg("mechanism") = "register", nb::arg("protocol") = "simple", nb::arg("num_blocks") = 0, nb::arg("channel") = 0,
-           nb::arg("offset") = 0, nb::arg("absent") = std::vector<int>{});
+      .def("all_gather", &virtual_all_gather, nb::arg("operands"), nb::arg("results"),
+           nb::arg("rows") = 1, nb::arg("mechanism") = "register", nb::arg("protocol") = "simple",
+           nb::arg("num_blocks") = 0, nb::arg("channel") = 0, nb::arg("offset") = 0,
+           nb::arg("absent") = std::vector<int>{});
 }

@@ -13,7 +13,8 @@ inline Mechanism mechanism_from(std::string_view name) {
   if (name == "register") return Mechanism::kRegister;
   if (name == "tma") return Mechanism::kTma;
   if (name == "copy_engine") return Mechanism::kCopyEngine;
-  throw Error("mechanism must be \"register\", \"tma\" or \"copy_engine\", not \"" + std::string(name) + "\"");
+  throw Error("mechanism must be \"register\", \"tma\" or \"copy_engine\", not \"" +
+              std::string(name) + "\"");
 }
 
 inline Protocol protocol_from(std::string_view name) {

@@ -32,7 +32,8 @@ class ThreadExchange : public Exchange {
   void all_gather(const void* mine, void* all, size_t bytes) override {
     meeting_.parts[rank_] = mine;
     meeting_.everybody.arrive_and_wait();
-    for (int r = 0; r < num_ranks(); ++r) std::memcpy(static_cast<char*>(all) + r * bytes, meeting_.parts[r], bytes);
+    for (int r = 0; r < num_ranks(); ++r)
+      std::memcpy(static_cast<char*>(all) + r * bytes, meeting_.parts[r], bytes);
     meeting_.everybody.arrive_and_wait();
   }
   using Exchange::all_gather;
@@ -50,7 +51,9 @@ class DeviceBuffer {
     check(cudaMalloc(&memory, bytes), "cudaMalloc");
     data_ = static_cast<char*>(memory);
   }
-  DeviceBuffer(DeviceBuffer&& other) noexcept : device_(other.device_), data_(other.data_) { other.data_ = nullptr; }
+  DeviceBuffer(DeviceBuffer&& other) noexcept : device_(other.device_), data_(other.data_) {
+    other.data_ = nullptr;
+  }
   ~DeviceBuffer() {
     if (!data_) return;
     cudaSetDevice(device_);
@@ -92,8 +95,10 @@ VirtualRanks::VirtualRanks(int num_ranks, std::vector<int> devices, double timeo
   if (devices.empty()) throw Error("VirtualRanks needs at least one device");
   for (int r = 0; r < num_ranks; ++r) ranks_[r].device = devices[r % devices.size()];
   on_every_rank([&](Exchange& exchange, Rank& rank) {
-    check(cudaStreamCreateWithFlags(&rank.stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
-    rank.communicator = std::make_unique<Communicator>(exchange, rank.device, nullptr, static_cast<uint64_t>(timeout_s * 1e9), rank.stream);
+    check(cudaStreamCreateWithFlags(&rank.stream, cudaStreamNonBlocking),
+          "cudaStreamCreateWithFlags");
+    rank.communicator = std::make_unique<Communicator>(
+        exchange, rank.device, nullptr, static_cast<uint64_t>(timeout_s * 1e9), rank.stream);
   });
 }
 
@@ -106,16 +111,19 @@ VirtualRanks::~VirtualRanks() {
   }
 }
 
-std::string VirtualRanks::all_gather(const uint8_t* operands, uint8_t* results, int calls, int64_t bytes, int64_t rows,
-                                     const std::string& mechanism_name, const std::string& protocol_name, int num_blocks,
-                                     int channel, int offset, const std::vector<int>& absent) {
+std::string VirtualRanks::all_gather(const uint8_t* operands, uint8_t* results, int calls,
+                                     int64_t bytes, int64_t rows, const std::string& mechanism_name,
+                                     const std::string& protocol_name, int num_blocks, int channel,
+                                     int offset, const std::vector<int>& absent) {
   const Mechanism mechanism = mechanism_from(mechanism_name);
   const Protocol protocol = protocol_from(protocol_name);
   const bool landing = mechanism == Mechanism::kCopyEngine;
   const int64_t out_bytes = bytes * num_ranks();
-  if (rows < 1 || bytes < 1 || bytes % rows != 0) throw Error("bytes must be a positive multiple of rows");
+  if (rows < 1 || bytes < 1 || bytes % rows != 0)
+    throw Error("bytes must be a positive multiple of rows");
   on_every_rank([&](Exchange& exchange, Rank& rank) {
-    if (!rank.communicator->has_channel(channel, landing)) rank.communicator->prepare_channel(exchange, channel, landing, rank.stream);
+    if (!rank.communicator->has_channel(channel, landing))
+      rank.communicator->prepare_channel(exchange, channel, landing, rank.stream);
   });
   std::vector<DeviceBuffer> sources, outputs;
   for (int r = 0; r < num_ranks(); ++r) {
@@ -123,12 +131,18 @@ std::string VirtualRanks::all_gather(const uint8_t* operands, uint8_t* results, 
     outputs.emplace_back(ranks_[r].device, calls * (out_bytes + 256) + offset);
   }
   // 256-byte aligned like XLA's own buffers, then off by `offset`.
-  const auto source = [&](int r, int call) { return sources[r].get() + call * ((bytes + 255) / 256 * 256) + offset; };
-  const auto output = [&](int r, int call) { return outputs[r].get() + call * ((out_bytes + 255) / 256 * 256) + offset; };
+  const auto source = [&](int r, int call) {
+    return sources[r].get() + call * ((bytes + 255) / 256 * 256) + offset;
+  };
+  const auto output = [&](int r, int call) {
+    return outputs[r].get() + call * ((out_bytes + 255) / 256 * 256) + offset;
+  };
   for (int r = 0; r < num_ranks(); ++r) {
     check(cudaSetDevice(ranks_[r].device), "cudaSetDevice");
     for (int call = 0; call < calls; ++call) {
-      check(cudaMemcpy(source(r, call), operands + (static_cast<int64_t>(call) * num_ranks() + r) * bytes, bytes, cudaMemcpyHostToDevice),
+      check(cudaMemcpy(source(r, call),
+                       operands + (static_cast<int64_t>(call) * num_ranks() + r) * bytes, bytes,
+                       cudaMemcpyHostToDevice),
             "cudaMemcpy");
       check(cudaMemset(output(r, call), 0xa5, out_bytes), "cudaMemset");
     }
@@ -149,22 +163,26 @@ std::string VirtualRanks::all_gather(const uint8_t* operands, uint8_t* results, 
       args.num_sms = std::max(1, communicator.num_sms() / num_ranks());
       args.num_blocks = num_blocks;
       if (landing) {
-        check(launch_all_gather_copy_engine(communicator.view(), args, communicator.copy_engine(), communicator.landing(channel), rank.stream),
+        check(launch_all_gather_copy_engine(communicator.view(), args, communicator.copy_engine(),
+                                            communicator.landing(channel), rank.stream),
               "launch (copy engine)");
       } else {
         args.published = communicator.publish(args.result, out_bytes);
-        check(launch_all_gather(communicator.view(), args, mechanism, protocol, rank.stream), "launch");
+        check(launch_all_gather(communicator.view(), args, mechanism, protocol, rank.stream),
+              "launch");
       }
     }
   }
   for (Rank& rank : ranks_) {
     check(cudaSetDevice(rank.device), "cudaSetDevice");
-    if (cudaStreamSynchronize(rank.stream) != cudaSuccess) return error_text().value_or("the kernels failed without a word");
+    if (cudaStreamSynchronize(rank.stream) != cudaSuccess)
+      return error_text().value_or("the kernels failed without a word");
   }
   for (int r = 0; r < num_ranks(); ++r) {
     check(cudaSetDevice(ranks_[r].device), "cudaSetDevice");
     for (int call = 0; call < calls; ++call) {
-      check(cudaMemcpy(results + (static_cast<int64_t>(call) * num_ranks() + r) * out_bytes, output(r, call), out_bytes, cudaMemcpyDeviceToHost),
+      check(cudaMemcpy(results + (static_cast<int64_t>(call) * num_ranks() + r) * out_bytes,
+                       output(r, call), out_bytes, cudaMemcpyDeviceToHost),
             "cudaMemcpy");
     }
   }

@@ -1,7 +1,8 @@
 // Test harness: the ranks of a group as streams on whatever GPUs there are, without XLA.
 //
-// It runs the real kernels on real communicators, built over an exchange among threads instead of NCCL, so that the protocols of 8 ranks can be
-// tested on one GPU. Ranks that share a GPU share its SMs: a kernel gets few enough blocks for all ranks to be resident together.
+// It runs the real kernels on real communicators, built over an exchange among threads instead of
+// NCCL, so that the protocols of 8 ranks can be tested on one GPU. Ranks that share a GPU share its
+// SMs: a kernel gets few enough blocks for all ranks to be resident together.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -25,12 +26,13 @@ class VirtualRanks {
 
   int num_ranks() const { return static_cast<int>(ranks_.size()); }
 
-  // `calls` all_gathers in a row on one channel, enqueued on all ranks before any result is looked at. operands: [calls, num_ranks, bytes];
-  // results: [calls, num_ranks, num_ranks * bytes], poisoned first. `offset` moves the device buffers off their alignment. Ranks named in `absent`
+  // `calls` all_gathers in a row on one channel, enqueued on all ranks before any result is looked
+  // at. operands: [calls, num_ranks, bytes]; results: [calls, num_ranks, num_ranks * bytes],
+  // poisoned first. `offset` moves the device buffers off their alignment. Ranks named in `absent`
   // take no part. Returns the error text if the ranks did not finish.
-  std::string all_gather(const uint8_t* operands, uint8_t* results, int calls, int64_t bytes, int64_t rows,
-                         const std::string& mechanism, const std::string& protocol, int num_blocks, int channel, int offset,
-                         const std::vector<int>& absent);
+  std::string all_gather(const uint8_t* operands, uint8_t* results, int calls, int64_t bytes,
+                         int64_t rows, const std::string& mechanism, const std::string& protocol,
+                         int num_blocks, int channel, int offset, const std::vector<int>& absent);
 
  private:
   struct Rank {

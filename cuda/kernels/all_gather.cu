@@ -1,20 +1,23 @@
-// all_gather by push. Every rank reads its own part once and stores it into the results of all ranks, its own included, so the local copy and
-// the remote ones are the same loop and move at the same time.
+// all_gather by push. Every rank reads its own part once and stores it into the results of all
+// ranks, its own included, so the local copy and the remote ones are the same loop and move at the
+// same time.
 //
-// Bytes over the link, each way: (n - 1) * part. Bytes of HBM: part read, n * part written. The link is the bound: part * (n - 1) / 370 GB/s.
+// Bytes over the link, each way: (n - 1) * part. Bytes of HBM: part read, n * part written. The
+// link is the bound: part * (n - 1) / 370 GB/s.
 //
-// Two protocols. Simple: entry handshake, tiles straight into the peers' results, exit handshake (schedule/rendezvous.cuh). Low latency: words
-// of data and epoch into the peers' mailboxes; one trip, no handshake. A mailbox has two halves, by parity of the epoch: when a rank writes half
-// e & 1, it has finished call e - 1 and so heard from every peer in e - 1; the peer had then finished call e - 2, the last that read this half.
-#include "kernels/all_gather.h"
-
+// Two protocols. Simple: entry handshake, tiles straight into the peers' results, exit handshake
+// (schedule/rendezvous.cuh). Low latency: words of data and epoch into the peers' mailboxes; one
+// trip, no handshake. A mailbox has two halves, by parity of the epoch: when a rank writes half e &
+// 1, it has finished call e - 1 and so heard from every peer in e - 1; the peer had then finished
+// call e - 2, the last that read this half.
 #include <algorithm>
 
+#include "kernels/all_gather.h"
 #include "mechanism/granule.h"
 #include "mechanism/register.cuh"
 #include "mechanism/tma.cuh"
 #include "schedule/rendezvous.cuh"
-#include "schedule/row_tiles.h"
+#include "tile/row_tiles.h"
 
 namespace pk {
 namespace {
@@ -32,42 +35,47 @@ __device__ __forceinline__ int next_rank(const CommView& comm) {
 
 template <typename Vector>
 __global__ void __launch_bounds__(kRegisterThreads, 1)
-    all_gather_register(const __grid_constant__ CommView comm, const __grid_constant__ AllGatherArgs args) {
-  __shared__ char* address[kMaxRanks];
+    all_gather_register(const __grid_constant__ CommView comm,
+                        const __grid_constant__ AllGatherArgs args) {
+  __shared__ Guests guests;
   const Waiter waiter{comm, Op::kAllGather, args.channel};
-  const uint32_t epoch = enter(waiter, {args.published}, args.result, address);
-  const PeerTensor results{address, comm.num_ranks, comm.num_ranks * args.inner, comm.rank * args.inner};
+  const uint32_t epoch = enter(waiter, args.published, args.result, guests);
+  const PeerTensor results{guests.address, comm.num_ranks, comm.num_ranks * args.inner,
+                           comm.rank * args.inner};
   const RowTiles tiles = RowTiles::make(args.rows, args.inner, kRegisterTileBytes);
   for (int64_t i = blockIdx.x; i < tiles.num_tiles; i += gridDim.x) {
     const RowTile tile = tiles.tile(i);
-    reg::store_tile<Vector>(results, args.source + tile.row * args.inner + tile.col, tile, next_rank(comm),
-                            comm.num_ranks);
+    reg::store_tile<Vector>(results, args.source + tile.row * args.inner + tile.col, tile,
+                            next_rank(comm), comm.num_ranks);
   }
-  leave(waiter, epoch);
+  leave(waiter, epoch, guests);
 }
 
 __global__ void __launch_bounds__(32, 1)
-    all_gather_tma(const __grid_constant__ CommView comm, const __grid_constant__ AllGatherArgs args) {
+    all_gather_tma(const __grid_constant__ CommView comm,
+                   const __grid_constant__ AllGatherArgs args) {
   extern __shared__ __align__(128) char shared[];
-  __shared__ char* address[kMaxRanks];
+  __shared__ Guests guests;
   TmaRing& ring = *reinterpret_cast<TmaRing*>(shared);
   ring.init();
   const Waiter waiter{comm, Op::kAllGather, args.channel};
-  const PeerTensor results{address, comm.num_ranks, comm.num_ranks * args.inner, comm.rank * args.inner};
+  const PeerTensor results{guests.address, comm.num_ranks, comm.num_ranks * args.inner,
+                           comm.rank * args.inner};
   const RowTiles tiles = RowTiles::make(args.rows, args.inner, kTmaStageBytes);
   uint32_t epoch = 0;
-  tma::broadcast_tiles(ring, results, args.source, tiles, blockIdx.x, gridDim.x, next_rank(comm), [&] {
-    epoch = enter(waiter, {args.published}, args.result, address);
-    ptx::fence_proxy_async();  // the peers' buffers are written through the async proxy
-  });
-  leave(waiter, epoch);
+  tma::broadcast_tiles(
+      ring, results, args.source, tiles, blockIdx.x, gridDim.x, next_rank(comm), [&] {
+        epoch = enter(waiter, args.published, args.result, guests);
+        ptx::fence_proxy_async();  // the peers' buffers are written through the async proxy
+      });
+  leave(waiter, epoch, guests);
 }
 
-// Stores the 8 bytes at flat offset `at` of rank's part to their place, in pieces of kGranule bytes: the largest power of two that divides the
-// row length and both addresses.
+// Stores the 8 bytes at flat offset `at` of rank's part to their place, in pieces of kGranule
+// bytes: the largest power of two that divides the row length and both addresses.
 template <int kGranule>
-__device__ __forceinline__ void place_word(const AllGatherArgs& args, int num_ranks, int rank, uint32_t at,
-                                           uint32_t bytes, uint64_t word) {
+__device__ __forceinline__ void place_word(const AllGatherArgs& args, int num_ranks, int rank,
+                                           uint32_t at, uint32_t bytes, uint64_t word) {
   const uint32_t inner = static_cast<uint32_t>(args.inner);
 #pragma unroll
   for (int piece = 0; piece < 8; piece += kGranule) {
@@ -92,7 +100,8 @@ __device__ __forceinline__ uint64_t read_word(const char* source, uint32_t at, u
     uint64_t word = 0;
 #pragma unroll
     for (int piece = 0; piece < 8; ++piece) {
-      if (at + piece < bytes) word |= static_cast<uint64_t>(static_cast<uint8_t>(source[at + piece])) << (8 * piece);
+      if (at + piece < bytes)
+        word |= static_cast<uint64_t>(static_cast<uint8_t>(source[at + piece])) << (8 * piece);
     }
     return word;
   }
@@ -100,18 +109,19 @@ __device__ __forceinline__ uint64_t read_word(const char* source, uint32_t at, u
 
 template <int kGranule>
 __global__ void __launch_bounds__(kLowLatencyThreads, 1)
-    all_gather_low_latency(const __grid_constant__ CommView comm, const __grid_constant__ AllGatherArgs args) {
+    all_gather_low_latency(const __grid_constant__ CommView comm,
+                           const __grid_constant__ AllGatherArgs args) {
   const Waiter waiter{comm, Op::kAllGather, args.channel};
   Channel& channel = signal_page(comm, comm.rank).channels[args.channel];
   const uint32_t bytes = static_cast<uint32_t>(args.rows * args.inner);
   const uint32_t num_words = (bytes + 7) / 8;
   const uint32_t first = blockIdx.x * blockDim.x + threadIdx.x;
   const uint32_t stride = gridDim.x * blockDim.x;
-  const uint32_t epoch = ptx::ld_relaxed_gpu(&channel.epoch) + 1;
+  const uint32_t epoch = this_epoch(channel);
   const uint64_t tag = static_cast<uint64_t>(epoch) << 32;
   const auto mailbox = [&](int owner, int source) {
-    return reinterpret_cast<ulonglong2*>(comm.region[owner] +
-                                         low_latency_offset(args.channel, epoch & 1, source, comm.num_ranks));
+    return reinterpret_cast<ulonglong2*>(
+        comm.region[owner] + low_latency_offset(args.channel, epoch & 1, source, comm.num_ranks));
   };
   for (uint32_t i = first; i < num_words; i += stride) {
     const uint64_t word = read_word<kGranule>(args.source, 8 * i, bytes);
@@ -127,35 +137,40 @@ __global__ void __launch_bounds__(kLowLatencyThreads, 1)
       const int peer = (comm.rank + k) % comm.num_ranks;
       const ulonglong2* slot = mailbox(comm.rank, peer) + i;
       ulonglong2 packet;
-      // Each word proves itself by its epoch; no acquire is needed, for nothing else is read on its strength.
+      // Each word proves itself by its epoch; no acquire is needed, for nothing else is read on its
+      // strength.
       wait_until(waiter, Slot::kData, peer, epoch, [&](uint32_t& seen) {
         packet = ptx::ld_relaxed_sys(slot);
         seen = static_cast<uint32_t>(packet.x >> 32);
         return seen == epoch && static_cast<uint32_t>(packet.y >> 32) == epoch;
       });
-      place_word<kGranule>(args, comm.num_ranks, peer, 8 * i, bytes, (packet.y << 32) | (packet.x & 0xffffffffu));
+      place_word<kGranule>(args, comm.num_ranks, peer, 8 * i, bytes,
+                           (packet.y << 32) | (packet.x & 0xffffffffu));
     }
   }
-  if (last_block_local(channel)) end_call(channel, epoch);
+  end_block(channel, epoch);
 }
 
 int default_blocks(const AllGatherArgs& args, int64_t num_tiles, int most) {
   const int64_t blocks = std::min<int64_t>(num_tiles, args.num_blocks > 0 ? args.num_blocks : most);
-  return static_cast<int>(std::max<int64_t>(blocks, 1));
+  return static_cast<int>(std::clamp<int64_t>(blocks, 1, kMaxBlocks));
 }
 
 }  // namespace
 
-cudaError_t launch_all_gather(const CommView& comm, const AllGatherArgs& args, Mechanism mechanism, Protocol protocol,
-                              cudaStream_t stream) {
+cudaError_t launch_all_gather(const CommView& comm, const AllGatherArgs& args, Mechanism mechanism,
+                              Protocol protocol, cudaStream_t stream) {
   if (args.rows <= 0 || args.inner <= 0) return cudaErrorInvalidValue;
   if (protocol == Protocol::kLowLatency) {
     const int64_t bytes = args.rows * args.inner;
-    if (mechanism != Mechanism::kRegister || bytes > static_cast<int64_t>(kLowLatencyBytes)) return cudaErrorInvalidValue;
+    if (mechanism != Mechanism::kRegister || bytes > static_cast<int64_t>(kLowLatencyBytes))
+      return cudaErrorInvalidValue;
     const int64_t words = (bytes + 7) / 8;
-    const int blocks = default_blocks(args, (words + kLowLatencyThreads - 1) / kLowLatencyThreads, args.num_sms);
+    const int blocks =
+        default_blocks(args, (words + kLowLatencyThreads - 1) / kLowLatencyThreads, args.num_sms);
     return by_granule(granule(args.source, args.result, args.inner, 8), [&](auto vector) {
-      constexpr int kGranule = sizeof(vector) > 8 ? 8 : sizeof(vector);  // never more than 8: the limit above
+      constexpr int kGranule =
+          sizeof(vector) > 8 ? 8 : sizeof(vector);  // never more than 8: the limit above
       all_gather_low_latency<kGranule><<<blocks, kLowLatencyThreads, 0, stream>>>(comm, args);
       return cudaGetLastError();
     });
@@ -163,14 +178,16 @@ cudaError_t launch_all_gather(const CommView& comm, const AllGatherArgs& args, M
   if (mechanism == Mechanism::kTma) {
     if (granule(args.source, args.result, args.inner, 16) != 16) return cudaErrorMisalignedAddress;
     const RowTiles tiles = RowTiles::make(args.rows, args.inner, kTmaStageBytes);
-    all_gather_tma<<<default_blocks(args, tiles.num_tiles, args.num_sms), 32, sizeof(TmaRing), stream>>>(comm, args);
+    all_gather_tma<<<default_blocks(args, tiles.num_tiles, args.num_sms), 32, sizeof(TmaRing),
+                     stream>>>(comm, args);
     return cudaGetLastError();
   }
   if (mechanism != Mechanism::kRegister) return cudaErrorInvalidValue;
   const RowTiles tiles = RowTiles::make(args.rows, args.inner, kRegisterTileBytes);
   return by_granule(granule(args.source, args.result, args.inner, 16), [&](auto vector) {
     all_gather_register<decltype(vector)>
-        <<<default_blocks(args, tiles.num_tiles, args.num_sms), kRegisterThreads, 0, stream>>>(comm, args);
+        <<<default_blocks(args, tiles.num_tiles, args.num_sms), kRegisterThreads, 0, stream>>>(
+            comm, args);
     return cudaGetLastError();
   });
 }
@@ -190,7 +207,8 @@ cudaError_t load_all_gather() {
     cudaFuncAttributes attributes;
     if (cudaError_t error = cudaFuncGetAttributes(&attributes, kernel)) return error;
   }
-  return cudaFuncSetAttribute(all_gather_tma, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(TmaRing));
+  return cudaFuncSetAttribute(all_gather_tma, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              sizeof(TmaRing));
 }
 
 }  // namespace pk

@@ -1,14 +1,15 @@
-// The part goes to every peer's landing buffer by DMA; kDrainBlocks blocks take arrived chunks to their place in the result, and one more DMA copy
-// takes the own part there. All three run at the same time.
+// The part goes to every peer's landing buffer by DMA; kDrainBlocks blocks take arrived chunks to
+// their place in the result, and one more DMA copy takes the own part there. All three run at the
+// same time.
 //
-//   stream      ──fork──┬─ drain: chunk 0 of each peer, chunk 1, ... ──────────────┬─join─ end
-//   own               ──┼─ own part -> own result                                ──┤
-//   lanes             ──┴─ push chunk 0, 1, ... (mechanism/copy_engine.h)        ──┘
+//   stream         ──fork──┬─ drain: chunk 0 of each peer, chunk 1, ...       ──┬─join─ end
+//   kOwn             ──────┼─ own part -> own result                            ┤
+//   copies and flags ──────┴─ push chunk 0, 1, ... (mechanism/copy_engine.h)  ──┘
 //
-// Entry: a chunk is pushed only into a slot that the peer has emptied, so into memory the peer is not using. Exit: the drain has read every chunk
-// of every peer, and the join has waited for every push of this rank; nobody but this rank touches the result.
+// Entry: a chunk is pushed only into a slot that the peer has emptied, so into memory the peer is
+// not using. Exit: the drain has read every chunk of every peer, and the join has waited for every
+// push of this rank; nobody but this rank touches the result.
 #include "kernels/all_gather_copy_engine.h"
-
 #include "mechanism/copy_engine.cuh"
 #include "mechanism/granule.h"
 #include "mechanism/register.cuh"
@@ -27,14 +28,15 @@ __global__ void __launch_bounds__(kDrainThreads, 1)
   if (threadIdx.x == 0) address[comm.rank] = args.result;
   const Waiter waiter{comm, Op::kAllGather, args.channel};
   const uint32_t first_chunk = signal_page(comm, comm.rank).channels[args.channel].chunks;
-  const RowTiles chunks = RowTiles::make(args.rows, args.inner, kChunkBytes);
+  const RowTiles chunks = chunk_walk(args.rows, args.inner);
   for (int64_t c = 0; c < chunks.num_tiles; ++c) {
     const RowTile chunk = chunks.tile(c);
     const RowTiles tiles = RowTiles::make(chunk.num_rows, chunk.num_cols, kDrainTileBytes);
     for (int k = 1; k < comm.num_ranks; ++k) {
       const int peer = (comm.rank + k) % comm.num_ranks;
       wait_landed(waiter, peer, first_chunk, c);
-      const PeerTensor result{address, comm.num_ranks, comm.num_ranks * args.inner, peer * args.inner};
+      const PeerTensor result{address, comm.num_ranks, comm.num_ranks * args.inner,
+                              peer * args.inner};
       for (int64_t t = blockIdx.x; t < tiles.num_tiles; t += gridDim.x) {
         RowTile tile = tiles.tile(t);
         const char* from = landing.slot(comm.rank, peer, c) + tile.row * tiles.inner + tile.col;
@@ -45,36 +47,44 @@ __global__ void __launch_bounds__(kDrainThreads, 1)
       report_taken(waiter, peer, 1);
     }
   }
-  const uint32_t padding = static_cast<uint32_t>(padded_chunks(chunks.num_tiles) - chunks.num_tiles);
-  for (int k = 1; k < comm.num_ranks; ++k) report_taken(waiter, (comm.rank + k) % comm.num_ranks, padding);
+  const uint32_t padding =
+      static_cast<uint32_t>(padded_chunks(chunks.num_tiles) - chunks.num_tiles);
+  for (int k = 1; k < comm.num_ranks; ++k)
+    report_taken(waiter, (comm.rank + k) % comm.num_ranks, padding);
 }
 
 }  // namespace
 
-cudaError_t launch_all_gather_copy_engine(const CommView& comm, const AllGatherArgs& args, CopyEngine& engine,
-                                          const Landing& landing, cudaStream_t stream) {
+cudaError_t launch_all_gather_copy_engine(const CommView& comm, const AllGatherArgs& args,
+                                          CopyEngine& engine, const Landing& landing,
+                                          cudaStream_t stream) {
   if (args.rows <= 0 || args.inner <= 0) return cudaErrorInvalidValue;
-  const RowTiles chunks = RowTiles::make(args.rows, args.inner, kChunkBytes);
-  if (cudaError_t error = fork_lanes(engine, stream)) return error;
-  if (cudaError_t error = push_chunks(comm, Op::kAllGather, args.channel, engine, landing, args.source, chunks)) return error;
-  if (cudaError_t error = cudaMemcpy2DAsync(args.result + comm.rank * args.inner, comm.num_ranks * args.inner, args.source, args.inner,
-                                            args.inner, args.rows, cudaMemcpyDeviceToDevice, engine.own)) {
+  const RowTiles chunks = chunk_walk(args.rows, args.inner);
+  if (cudaError_t error = fork_streams(engine, stream)) return error;
+  if (cudaError_t error =
+          push_chunks(comm, Op::kAllGather, args.channel, engine, landing, args.source, chunks))
+    return error;
+  if (cudaError_t error =
+          cudaMemcpy2DAsync(args.result + comm.rank * args.inner, comm.num_ranks * args.inner,
+                            args.source, args.inner, args.inner, args.rows,
+                            cudaMemcpyDeviceToDevice, engine.stream[CopyEngine::kOwn])) {
     return error;
   }
-  const cudaError_t drained = by_granule(granule(args.source, args.result, args.inner, 16), [&](auto vector) {
-    drain<decltype(vector)><<<kDrainBlocks, kDrainThreads, 0, stream>>>(comm, args, landing);
-    return cudaGetLastError();
-  });
+  const cudaError_t drained =
+      by_granule(granule(args.source, args.result, args.inner, 16), [&](auto vector) {
+        drain<decltype(vector)><<<kDrainBlocks, kDrainThreads, 0, stream>>>(comm, args, landing);
+        return cudaGetLastError();
+      });
   if (drained != cudaSuccess) return drained;
-  if (cudaError_t error = join_lanes(engine, stream)) return error;
+  if (cudaError_t error = join_streams(engine, stream)) return error;
   return launch_end_chunks(comm, args.channel, chunks.num_tiles, stream);
 }
 
 cudaError_t load_all_gather_copy_engine() {
   const void* kernels[] = {
       reinterpret_cast<const void*>(drain<uint8_t>), reinterpret_cast<const void*>(drain<uint16_t>),
-      reinterpret_cast<const void*>(drain<uint32_t>), reinterpret_cast<const void*>(drain<uint64_t>),
-      reinterpret_cast<const void*>(drain<uint4>)};
+      reinterpret_cast<const void*>(drain<uint32_t>),
+      reinterpret_cast<const void*>(drain<uint64_t>), reinterpret_cast<const void*>(drain<uint4>)};
   for (const void* kernel : kernels) {
     cudaFuncAttributes attributes;
     if (cudaError_t error = cudaFuncGetAttributes(&attributes, kernel)) return error;

@@ -9,8 +9,9 @@
 namespace pk {
 
 // Host work: a handful of launches and copies a chunk; may be captured.
-cudaError_t launch_all_gather_copy_engine(const CommView& comm, const AllGatherArgs& args, CopyEngine& engine,
-                                          const Landing& landing, cudaStream_t stream);
+cudaError_t launch_all_gather_copy_engine(const CommView& comm, const AllGatherArgs& args,
+                                          CopyEngine& engine, const Landing& landing,
+                                          cudaStream_t stream);
 
 cudaError_t load_all_gather_copy_engine();
 

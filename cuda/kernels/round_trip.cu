@@ -1,4 +1,5 @@
-// See round_trip.h. The host puts a stream synchronisation and an exchange between the two steps, so no kernel here waits for anything.
+// See round_trip.h. The host puts a stream synchronisation and an exchange between the two steps,
+// so no kernel here waits for anything.
 #include "kernels/round_trip.h"
 #include "tile/signal.cuh"
 
@@ -7,7 +8,8 @@ namespace {
 
 __global__ void leave_tokens(const __grid_constant__ CommView comm, uint64_t seed) {
   for (int peer = threadIdx.x; peer < comm.num_ranks; peer += blockDim.x) {
-    ptx::st_relaxed_sys(&signal_page(comm, peer).check[comm.rank], round_trip_token(seed, comm.rank, peer));
+    ptx::st_relaxed_sys(&signal_page(comm, peer).check[comm.rank],
+                        round_trip_token(seed, comm.rank, peer));
   }
 }
 
@@ -23,7 +25,9 @@ __global__ void swap_word(uint64_t* word, uint64_t value, uint64_t* old) {
   ptx::st_relaxed_sys(word, value);
 }
 
-__global__ void read_word(const uint64_t* word, uint64_t* value) { *value = ptx::ld_relaxed_sys(word); }
+__global__ void read_word(const uint64_t* word, uint64_t* value) {
+  *value = ptx::ld_relaxed_sys(word);
+}
 
 }  // namespace
 
@@ -48,8 +52,9 @@ cudaError_t launch_read_word(const uint64_t* word, uint64_t* value, cudaStream_t
 }
 
 cudaError_t load_round_trip() {
-  const void* kernels[] = {reinterpret_cast<const void*>(leave_tokens), reinterpret_cast<const void*>(read_tokens),
-                           reinterpret_cast<const void*>(swap_word), reinterpret_cast<const void*>(read_word)};
+  const void* kernels[] = {
+      reinterpret_cast<const void*>(leave_tokens), reinterpret_cast<const void*>(read_tokens),
+      reinterpret_cast<const void*>(swap_word), reinterpret_cast<const void*>(read_word)};
   for (const void* kernel : kernels) {
     cudaFuncAttributes attributes;
     if (cudaError_t error = cudaFuncGetAttributes(&attributes, kernel)) return error;

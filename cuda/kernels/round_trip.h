@@ -1,7 +1,8 @@
 // The check of a new communicator: data really goes from every rank to every other and back.
 //
-// canAccessPeer and a successful mapping have both been wrong in the field. Each rank leaves a token in every peer's page, and after all ranks
-// have done so reads its own page and, across the link, every peer's.
+// canAccessPeer and a successful mapping have both been wrong in the field. Each rank leaves a
+// token in every peer's page, and after all ranks have done so reads its own page and, across the
+// link, every peer's.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -22,7 +23,8 @@ PK_HOST_DEVICE inline uint64_t round_trip_token(uint64_t seed, int from, int to)
 // Writes this rank's tokens into the pages of all peers.
 cudaError_t launch_leave_tokens(const CommView& comm, uint64_t seed, cudaStream_t stream);
 
-// observed[2 * peer]: what the peer left here. observed[2 * peer + 1]: what this rank left there, read back over the link.
+// observed[2 * peer]: what the peer left here. observed[2 * peer + 1]: what this rank left there,
+// read back over the link.
 cudaError_t launch_read_tokens(const CommView& comm, uint64_t* observed, cudaStream_t stream);
 
 // Exchanges one 8-byte word, so that a mapping can be proved without losing what the memory held.

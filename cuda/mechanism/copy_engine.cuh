@@ -1,4 +1,5 @@
-// The receiving side of the copy-engine mechanism: a kernel of exactly kDrainBlocks blocks empties the landing buffer.
+// The receiving side of the copy-engine mechanism: a kernel of exactly kDrainBlocks blocks empties
+// the landing buffer.
 #pragma once
 
 #include "mechanism/copy_engine.h"
@@ -6,8 +7,10 @@
 
 namespace pk {
 
-// All threads of a block: chunk `chunk` of this call from `peer` has landed in this rank's landing buffer.
-__device__ __forceinline__ void wait_landed(const Waiter& waiter, int peer, uint32_t first_chunk, int64_t chunk) {
+// All threads of a block: chunk `chunk` of this call from `peer` has landed in this rank's landing
+// buffer.
+__device__ __forceinline__ void wait_landed(const Waiter& waiter, int peer, uint32_t first_chunk,
+                                            int64_t chunk) {
   const CommView& comm = waiter.comm;
   const Channel& channel = signal_page(comm, comm.rank).channels[waiter.channel];
   if (threadIdx.x == 0) {
@@ -17,13 +20,16 @@ __device__ __forceinline__ void wait_landed(const Waiter& waiter, int peer, uint
   __syncthreads();
 }
 
-// All threads of a block: this block has read its share of `chunks` chunks of `peer` and will not look again.
+// All threads of a block: this block has read its share of `chunks` chunks of `peer` and will not
+// look again.
 __device__ __forceinline__ void report_taken(const Waiter& waiter, int peer, uint32_t chunks) {
   const CommView& comm = waiter.comm;
   __syncthreads();
   if (threadIdx.x == 0) {
-    // Release of the block's reads; pairs with the acquire of Slot::kTaken in the peer's lane (copy_engine.cu).
-    ptx::red_add_release_sys(&signal_page(comm, peer).channels[waiter.channel].taken[comm.rank], chunks);
+    // Release of the block's reads; pairs with the acquire of Slot::kTaken in await_credit on the
+    // peer (copy_engine.cu).
+    ptx::red_add_release_sys(&signal_page(comm, peer).channels[waiter.channel].taken[comm.rank],
+                             chunks);
   }
 }
 

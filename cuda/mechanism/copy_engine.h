@@ -1,16 +1,20 @@
-// Copy-engine mechanism: the DMA engines push chunks into a ring of slots in the receivers' landing buffers. No SM moves data to a peer; one thread a
-// lane keeps the flags.
+// Copy-engine mechanism: the DMA engines push chunks into a ring of slots in the receivers' landing
+// buffers. No SM moves data to a peer; single threads keep the flags.
 //
-//   lane 0   step: wait(slot free) | copy | step: announce, wait(next slot free) | copy | ...
-//   lane 1   step: wait(slot free) | copy | ...
+//   credit      wait: slot 0 free | wait: slot 1 free | ...                 one push ahead or more
+//   copies             └─ copy 0 ─────────└─ copy 1 ─────────── ...         back to back, in order
+//   announce                      └─ flag 0          └─ flag 1              as each copy ends
 //
-// The pushes (chunk 0 to each peer, chunk 1 to each peer, ...) are dealt out to the lanes in turn, so that one lane's flag handling hides under
-// another's copy. The copies need addresses that the host knows and that never change, since they are captured into CUDA graphs: hence the landing
-// buffer, and not the peer's result.
+// The pushes are chunk 0 to each peer, chunk 1 to each peer, and so on. Flags have streams of their
+// own, so that the copies never wait for a kernel launch; the copies share one stream, so that
+// chunks land one after another and the receiver can empty one while the next is under way. The
+// copies need addresses that the host knows and that never change, since they are captured into
+// CUDA graphs: hence the landing buffer, and not the peer's result.
 //
-// Progress: a push of chunk c waits for chunk c - kLandingSlots to be taken, and every rank's lanes hold the pushes in order of c: the smallest c
-// still to do never waits for a larger one. The lanes and the two other streams of an op are fewer than the 8 hardware queues a device has by default,
-// so no stream waits behind another by accident either.
+// Progress: a push of chunk c waits for chunk c - kLandingSlots to be taken, and every rank pushes
+// in order of c: the smallest c still to do never waits for a larger one. The streams of an op are
+// fewer than the 8 hardware queues a device has by default, so none waits behind another by
+// accident either.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -18,9 +22,9 @@
 #include <array>
 #include <cstdint>
 
-#include "schedule/row_tiles.h"
 #include "tile/comm_view.h"
 #include "tile/error_record.h"
+#include "tile/row_tiles.h"
 
 namespace pk {
 
@@ -34,11 +38,16 @@ class CopyEngine {
   // False if a stream or an event could not be made.
   bool ok() const { return ok_; }
 
-  static constexpr int kLanes = 4;
-  std::array<cudaStream_t, kLanes> lane{};
-  cudaStream_t own = nullptr;  // for the copy within this GPU
+  enum Stream {
+    kCopies,
+    kCredit,
+    kAnnounce,
+    kOwn,
+    kNumStreams
+  };  // kOwn: for the copy within this GPU
+  std::array<cudaStream_t, kNumStreams> stream{};
+  std::array<cudaEvent_t, kNumStreams> event{};  // the last thing recorded on each stream
   cudaEvent_t fork = nullptr;
-  std::array<cudaEvent_t, kLanes + 1> join{};
 
  private:
   bool ok_ = true;
@@ -48,25 +57,37 @@ struct Landing {
   char* base[kMaxRanks];  // [owner], seen from this rank
 
   PK_HOST_DEVICE char* slot(int owner, int source, int64_t chunk) const {
-    return base[owner] + (static_cast<size_t>(source) * kLandingSlots + chunk % kLandingSlots) * kChunkBytes;
+    return base[owner] +
+           (static_cast<size_t>(source) * kLandingSlots + chunk % kLandingSlots) * kChunkBytes;
   }
 };
 
-// Chunks that a call accounts for: rounded up, so that a chunk's slot does not depend on the calls before.
+// Chunks that a call accounts for: rounded up, so that a chunk's slot does not depend on the calls
+// before.
 PK_HOST_DEVICE inline int64_t padded_chunks(int64_t chunks) {
   return (chunks + kLandingSlots - 1) / kLandingSlots * kLandingSlots;
 }
 
-// Makes the lanes and the own stream start when `stream` gets here; and `stream` continue when all of them are done.
-cudaError_t fork_lanes(CopyEngine& engine, cudaStream_t stream);
-cudaError_t join_lanes(CopyEngine& engine, cudaStream_t stream);
+// The chunks of a packed source: small enough that emptying the last one does not show, large
+// enough for the DMA engines.
+PK_HOST_DEVICE inline RowTiles chunk_walk(int64_t rows, int64_t inner) {
+  int64_t bytes = kChunkBytes;
+  while (bytes > (1 << 20) && bytes > rows * inner / 16) bytes /= 2;
+  return RowTiles::make(rows, inner, static_cast<uint32_t>(bytes));
+}
 
-// Pushes the tiles of `chunks` (a walk with tile_bytes kChunkBytes) of a packed source into the landing buffer of every peer, flags included.
-cudaError_t push_chunks(const CommView& comm, Op op, int channel, CopyEngine& engine, const Landing& landing, const char* source,
-                        const RowTiles& chunks);
+// Makes the engine's streams start when `stream` gets here; and `stream` continue when all of them
+// are done.
+cudaError_t fork_streams(CopyEngine& engine, cudaStream_t stream);
+cudaError_t join_streams(CopyEngine& engine, cudaStream_t stream);
 
-// After join_lanes: the next call on the channel may begin. One tiny kernel.
-cudaError_t launch_end_chunks(const CommView& comm, int channel, int64_t chunks, cudaStream_t stream);
+// Pushes the chunks of a packed source into the landing buffer of every peer, flags included.
+cudaError_t push_chunks(const CommView& comm, Op op, int channel, CopyEngine& engine,
+                        const Landing& landing, const char* source, const RowTiles& chunks);
+
+// After join_streams: the next call on the channel may begin. One tiny kernel.
+cudaError_t launch_end_chunks(const CommView& comm, int channel, int64_t chunks,
+                              cudaStream_t stream);
 
 cudaError_t load_copy_engine();
 

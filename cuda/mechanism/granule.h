@@ -9,9 +9,11 @@
 namespace pk {
 
 // The largest power of two, at most `limit`, that divides both addresses and the row length.
-inline uint32_t granule(const void* source, const void* destination, int64_t inner, uint32_t limit) {
-  const uint64_t all = reinterpret_cast<uintptr_t>(source) | reinterpret_cast<uintptr_t>(destination) |
-                       static_cast<uint64_t>(inner) | limit;
+inline uint32_t granule(const void* source, const void* destination, int64_t inner,
+                        uint32_t limit) {
+  const uint64_t all = reinterpret_cast<uintptr_t>(source) |
+                       reinterpret_cast<uintptr_t>(destination) | static_cast<uint64_t>(inner) |
+                       limit;
   return static_cast<uint32_t>(all & -all);
 }
 
@@ -19,11 +21,16 @@ inline uint32_t granule(const void* source, const void* destination, int64_t inn
 template <typename Launch>
 cudaError_t by_granule(uint32_t bytes, Launch launch) {
   switch (bytes) {
-    case 1: return launch(uint8_t{});
-    case 2: return launch(uint16_t{});
-    case 4: return launch(uint32_t{});
-    case 8: return launch(uint64_t{});
-    default: return launch(uint4{});
+    case 1:
+      return launch(uint8_t{});
+    case 2:
+      return launch(uint16_t{});
+    case 4:
+      return launch(uint32_t{});
+    case 8:
+      return launch(uint64_t{});
+    default:
+      return launch(uint4{});
   }
 }
 

@@ -9,8 +9,9 @@ enum class Mechanism {
   kCopyEngine,  // the DMA engines: no SM, large blocks, lands in the peer's landing buffer
 };
 
-// NCCL's words. kSimple: data straight into its place, signals around it. kLowLatency ("ll"): data and epoch in one word through a mailbox,
-// so that one trip over the link is the whole op; small messages.
+// NCCL's words. kSimple: data straight into its place, signals around it. kLowLatency ("ll"): data
+// and epoch in one word through a mailbox, so that one trip over the link is the whole op; small
+// messages.
 enum class Protocol { kSimple, kLowLatency };
 
 }  // namespace pk

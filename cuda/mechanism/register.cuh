@@ -1,20 +1,23 @@
-// Register mechanism: 16-byte loads into registers, stores to wherever the data belongs, peers included.
+// Register mechanism: 16-byte loads into registers, stores to wherever the data belongs, peers
+// included.
 //
-// Needs nothing of the addresses but the alignment of its vector type, so it is the mechanism that always works.
+// Needs nothing of the addresses but the alignment of its vector type, so it is the mechanism that
+// always works.
 #pragma once
 
 #include <cstdint>
 
-#include "schedule/row_tiles.h"
 #include "tile/peer_tensor.cuh"
+#include "tile/row_tiles.h"
 
 namespace pk::reg {
 
-// One block copies a tile of a packed source to its place in the tensors of `count` ranks, starting with `first_rank`. The source is read once,
-// however many ranks there are; each rank starts with another one, so that they do not all load the same link first.
+// One block copies a tile of a packed source to its place in the tensors of `count` ranks, starting
+// with `first_rank`. The source is read once, however many ranks there are; each rank starts with
+// another one, so that they do not all load the same link first.
 template <typename Vector>
-__device__ __forceinline__ void store_tile(const PeerTensor& destination, const char* source, const RowTile& tile,
-                                           int first_rank, int count) {
+__device__ __forceinline__ void store_tile(const PeerTensor& destination, const char* source,
+                                           const RowTile& tile, int first_rank, int count) {
   constexpr int kUnroll = 4;
   const uint32_t per_row = tile.num_cols / sizeof(Vector);
   const uint32_t total = tile.num_rows * per_row;

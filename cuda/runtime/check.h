@@ -1,4 +1,5 @@
-// Failures of the runtime are exceptions whose text names the call; ffi/ turns them into ffi::Error at the boundary.
+// Failures of the runtime are exceptions whose text names the call; ffi/ turns them into ffi::Error
+// at the boundary.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,7 +16,8 @@ class Error : public std::runtime_error {
 
 inline void check(cudaError_t status, const char* what) {
   if (status != cudaSuccess) {
-    throw Error(std::string(what) + ": " + cudaGetErrorName(status) + ": " + cudaGetErrorString(status));
+    throw Error(std::string(what) + ": " + cudaGetErrorName(status) + ": " +
+                cudaGetErrorString(status));
   }
 }
 

@@ -26,7 +26,8 @@ class Scratch {
   uint64_t* get() const { return pointer_; }
   std::vector<uint64_t> read(cudaStream_t stream) const {
     std::vector<uint64_t> host(words_);
-    check(cudaMemcpyAsync(host.data(), pointer_, words_ * sizeof(uint64_t), cudaMemcpyDeviceToHost, stream),
+    check(cudaMemcpyAsync(host.data(), pointer_, words_ * sizeof(uint64_t), cudaMemcpyDeviceToHost,
+                          stream),
           "cudaMemcpyAsync");
     check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
     return host;
@@ -42,18 +43,24 @@ size_t mailbox_bytes(int num_channels, int num_ranks) {
 }
 
 [[noreturn]] void wrong_data(const char* where, int rank, int peer) {
-  throw Error(std::string("the data round trip between rank ") + std::to_string(rank) + " and rank " + std::to_string(peer) +
-              " (" + where + ") brought back wrong data although peer access is reported: this pair of GPUs cannot be trusted; check "
-              "IOMMU/ACS settings and `nvidia-smi topo -p2p rw`, or use implementation=\"reference\"");
+  throw Error(
+      std::string("the data round trip between rank ") + std::to_string(rank) + " and rank " +
+      std::to_string(peer) + " (" + where +
+      ") brought back wrong data although peer access is reported: this pair of GPUs cannot be "
+      "trusted; check "
+      "IOMMU/ACS settings and `nvidia-smi topo -p2p rw`, or use implementation=\"reference\"");
 }
 
 void enable_peer_access(const std::vector<Placement>& placements, int rank) {
   for (const Placement& peer : placements) {
-    if (peer.process != placements[rank].process || peer.device == placements[rank].device) continue;
+    if (peer.process != placements[rank].process || peer.device == placements[rank].device)
+      continue;
     int can = 0;
-    check(cudaDeviceCanAccessPeer(&can, placements[rank].device, peer.device), "cudaDeviceCanAccessPeer");
+    check(cudaDeviceCanAccessPeer(&can, placements[rank].device, peer.device),
+          "cudaDeviceCanAccessPeer");
     if (!can) {
-      throw Error("GPU " + std::to_string(placements[rank].device) + " has no peer access to GPU " + std::to_string(peer.device));
+      throw Error("GPU " + std::to_string(placements[rank].device) + " has no peer access to GPU " +
+                  std::to_string(peer.device));
     }
     const cudaError_t status = cudaDeviceEnablePeerAccess(peer.device, 0);
     if (status == cudaErrorPeerAccessAlreadyEnabled) {
@@ -66,27 +73,35 @@ void enable_peer_access(const std::vector<Placement>& placements, int rank) {
 
 }  // namespace
 
-Communicator::Communicator(Exchange& exchange, int device, void* heap_pointer, uint64_t timeout_ns, cudaStream_t stream)
+Communicator::Communicator(Exchange& exchange, int device, void* heap_pointer, uint64_t timeout_ns,
+                           cudaStream_t stream)
     : device_(device) {
   const int rank = exchange.rank();
   const int num_ranks = exchange.num_ranks();
-  if (num_ranks > kMaxRanks) throw Error(std::to_string(num_ranks) + " ranks; the most is " + std::to_string(kMaxRanks));
-  // What earlier programs enqueued may be waiting for peers: let it finish before anything below could wait for the device.
+  if (num_ranks > kMaxRanks)
+    throw Error(std::to_string(num_ranks) + " ranks; the most is " + std::to_string(kMaxRanks));
+  // What earlier programs enqueued may be waiting for peers: let it finish before anything below
+  // could wait for the device.
   check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-  check(cudaDeviceGetAttribute(&num_sms_, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
-  placements_ = exchange.all_gather(Placement{std::hash<std::string>{}(host_id()), process_id(), device});
+  check(cudaDeviceGetAttribute(&num_sms_, cudaDevAttrMultiProcessorCount, device),
+        "cudaDeviceGetAttribute");
+  placements_ =
+      exchange.all_gather(Placement{std::hash<std::string>{}(host_id()), process_id(), device});
   std::set<uint64_t> processes;
   for (int peer = 0; peer < num_ranks; ++peer) {
     processes.insert(placements_[peer].process);
     if (placements_[peer].host != placements_[rank].host) {
-      throw Error("rank " + std::to_string(peer) + " is on another host than rank " + std::to_string(rank) +
-                  ": their memory cannot be mapped; compose a pk op inside a host with a jax.lax op across hosts");
+      throw Error("rank " + std::to_string(peer) + " is on another host than rank " +
+                  std::to_string(rank) +
+                  ": their memory cannot be mapped; compose a pk op inside a host with a jax.lax "
+                  "op across hosts");
     }
   }
   num_processes_ = static_cast<int>(processes.size());
   enable_peer_access(placements_, rank);
 
-  region_ = std::make_unique<SymmetricRegion>(exchange, placements_, mailbox_bytes(kNumChannels, num_ranks));
+  region_ = std::make_unique<SymmetricRegion>(exchange, placements_,
+                                              mailbox_bytes(kNumChannels, num_ranks));
   region_->grow(exchange, kSignalPageBytes, stream);
   view_.rank = rank;
   view_.num_ranks = num_ranks;
@@ -97,9 +112,10 @@ Communicator::Communicator(Exchange& exchange, int device, void* heap_pointer, u
 
   heaps_ = std::make_unique<PeerHeaps>(exchange, placements_, heap_pointer);
   uint64_t heap_base[kMaxRanks] = {};
-  for (int peer = 0; peer < num_ranks; ++peer) heap_base[peer] = reinterpret_cast<uint64_t>(heaps_->base(peer));
-  check(cudaMemcpyAsync(region_->base(rank) + offsetof(SignalPage, heap_base), heap_base, sizeof heap_base,
-                        cudaMemcpyHostToDevice, stream),
+  for (int peer = 0; peer < num_ranks; ++peer)
+    heap_base[peer] = reinterpret_cast<uint64_t>(heaps_->base(peer));
+  check(cudaMemcpyAsync(region_->base(rank) + offsetof(SignalPage, heap_base), heap_base,
+                        sizeof heap_base, cudaMemcpyHostToDevice, stream),
         "cudaMemcpyAsync");
   if (num_processes_ > 1) check_heaps(exchange, heap_pointer, stream);
 
@@ -129,25 +145,31 @@ void Communicator::check_pages(Exchange& exchange, cudaStream_t stream) {
 
 void Communicator::check_heaps(Exchange& exchange, void* scratch_word, cudaStream_t stream) {
   uint64_t offset = 0;
-  if (!heaps_->locate(scratch_word, sizeof(uint64_t), &offset)) throw Error("the exported heap does not hold its own buffer");
+  if (!heaps_->locate(scratch_word, sizeof(uint64_t), &offset))
+    throw Error("the exported heap does not hold its own buffer");
   const std::vector<uint64_t> offsets = exchange.all_gather(offset);
   const std::vector<uint64_t> seeds = exchange.all_gather(process_id() + 1);
   Scratch scratch(num_ranks() + 1);
   uint64_t* word = static_cast<uint64_t*>(scratch_word);
   uint64_t* kept = scratch.get() + num_ranks();
-  check(launch_swap_word(word, round_trip_token(seeds[rank()], rank(), rank()), kept, stream), "launch_swap_word");
+  check(launch_swap_word(word, round_trip_token(seeds[rank()], rank(), rank()), kept, stream),
+        "launch_swap_word");
   check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
   exchange.barrier();
   for (int peer = 0; peer < num_ranks(); ++peer) {
-    const char* remote = peer == rank() ? reinterpret_cast<char*>(word) : heaps_->base(peer) + offsets[peer];
-    check(launch_read_word(reinterpret_cast<const uint64_t*>(remote), scratch.get() + peer, stream), "launch_read_word");
+    const char* remote =
+        peer == rank() ? reinterpret_cast<char*>(word) : heaps_->base(peer) + offsets[peer];
+    check(launch_read_word(reinterpret_cast<const uint64_t*>(remote), scratch.get() + peer, stream),
+          "launch_read_word");
   }
   const std::vector<uint64_t> seen = scratch.read(stream);
   exchange.barrier();
-  check(cudaMemcpyAsync(word, kept, sizeof(uint64_t), cudaMemcpyDeviceToDevice, stream), "cudaMemcpyAsync");
+  check(cudaMemcpyAsync(word, kept, sizeof(uint64_t), cudaMemcpyDeviceToDevice, stream),
+        "cudaMemcpyAsync");
   check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
   for (int peer = 0; peer < num_ranks(); ++peer) {
-    if (seen[peer] != round_trip_token(seeds[peer], peer, peer)) wrong_data("XLA's heap", rank(), peer);
+    if (seen[peer] != round_trip_token(seeds[peer], peer, peer))
+      wrong_data("XLA's heap", rank(), peer);
   }
 }
 
@@ -158,10 +180,12 @@ size_t Communicator::workspace_bytes() const {
 }
 
 bool Communicator::has_channel(int channel, bool needs_landing) const {
-  return region_->bytes() >= mailbox_bytes(channel + 1, num_ranks()) && (!needs_landing || landing_[channel]);
+  return region_->bytes() >= mailbox_bytes(channel + 1, num_ranks()) &&
+         (!needs_landing || landing_[channel]);
 }
 
-void Communicator::prepare_channel(Exchange& exchange, int channel, bool needs_landing, cudaStream_t stream) {
+void Communicator::prepare_channel(Exchange& exchange, int channel, bool needs_landing,
+                                   cudaStream_t stream) {
   check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
   region_->grow(exchange, mailbox_bytes(channel + 1, num_ranks()), stream);
   if (!needs_landing || landing_[channel]) return;
@@ -179,15 +203,18 @@ void Communicator::prepare_channel(Exchange& exchange, int channel, bool needs_l
 uint64_t Communicator::publish(const void* pointer, size_t bytes) const {
   uint64_t offset = 0;
   if (!heaps_->locate(pointer, bytes, &offset)) {
-    throw Error("a buffer lies outside the heap that was mapped into the peer processes; with several processes pk_jax needs XLA's default "
-                "preallocated heap (unset XLA_PYTHON_CLIENT_PREALLOCATE and XLA_PYTHON_CLIENT_ALLOCATOR)");
+    throw Error(
+        "a buffer lies outside the heap that was mapped into the peer processes; with several "
+        "processes pk_jax needs XLA's default "
+        "preallocated heap (unset XLA_PYTHON_CLIENT_PREALLOCATE and XLA_PYTHON_CLIENT_ALLOCATOR)");
   }
   return offset;
 }
 
 Landing Communicator::landing(int channel) const {
   Landing landing{};
-  for (int owner = 0; owner < num_ranks(); ++owner) landing.base[owner] = landing_[channel]->base(owner);
+  for (int owner = 0; owner < num_ranks(); ++owner)
+    landing.base[owner] = landing_[channel]->base(owner);
   return landing;
 }
 

@@ -1,7 +1,9 @@
-// The ranks of one group, seen from one of them: shared memory, counters, and what a kernel needs to use both.
+// The ranks of one group, seen from one of them: shared memory, counters, and what a kernel needs
+// to use both.
 //
-// A communicator is built once for a group and lives as long as the process: its addresses are baked into captured CUDA graphs. Everything
-// marked collective is called by all ranks in the same order, before any of them executes the op that needs it.
+// A communicator is built once for a group and lives as long as the process: its addresses are
+// baked into captured CUDA graphs. Everything marked collective is called by all ranks in the same
+// order, before any of them executes the op that needs it.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -21,9 +23,11 @@ namespace pk {
 
 class Communicator {
  public:
-  // Collective. `device` is current; `heap_pointer` lies in the allocation that will hold every buffer given to the ops, and points to 8 bytes
-  // that may be changed for a moment when the group spans processes. Waits for `stream`.
-  Communicator(Exchange& exchange, int device, void* heap_pointer, uint64_t timeout_ns, cudaStream_t stream);
+  // Collective. `device` is current; `heap_pointer` lies in the allocation that will hold every
+  // buffer given to the ops, and points to 8 bytes that may be changed for a moment when the group
+  // spans processes. Waits for `stream`.
+  Communicator(Exchange& exchange, int device, void* heap_pointer, uint64_t timeout_ns,
+               cudaStream_t stream);
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 

@@ -15,7 +15,8 @@ void look_up(const char* name, Function& function) {
   cudaDriverEntryPointQueryResult found;
   // 12000: the first driver whose signatures these are.
   check(cudaGetDriverEntryPointByVersion(name, &pointer, 12000, cudaEnableDefault, &found), name);
-  if (found != cudaDriverEntryPointSuccess) throw Error(std::string("the CUDA driver has no ") + name);
+  if (found != cudaDriverEntryPointSuccess)
+    throw Error(std::string("the CUDA driver has no ") + name);
   function = reinterpret_cast<Function>(pointer);
 }
 
@@ -49,7 +50,8 @@ void check(CUresult status, const char* what) {
   if (status == CUDA_SUCCESS) return;
   const char* text = nullptr;
   Driver::get().get_error_string(status, &text);
-  throw Error(std::string(what) + ": CUDA driver error " + std::to_string(status) + (text ? std::string(": ") + text : ""));
+  throw Error(std::string(what) + ": CUDA driver error " + std::to_string(status) +
+              (text ? std::string(": ") + text : ""));
 }
 
 }  // namespace pk

@@ -1,6 +1,7 @@
 // The few CUDA driver calls the runtime API lacks (virtual memory, mostly), looked up once.
 //
-// The library links neither libcuda (absent on machines without a driver, where the package must still import) nor a stub of it.
+// The library links neither libcuda (absent on machines without a driver, where the package must
+// still import) nor a stub of it.
 #pragma once
 
 #include <cuda.h>

@@ -19,21 +19,30 @@ std::atomic<Node*> records{nullptr};  // only ever grows at the front
 
 const char* name(Op op) {
   switch (op) {
-    case Op::kRoundTrip: return "round trip";
-    case Op::kAllGather: return "all_gather";
-    case Op::kNone: break;
+    case Op::kRoundTrip:
+      return "round trip";
+    case Op::kAllGather:
+      return "all_gather";
+    case Op::kNone:
+      break;
   }
   return "unknown op";
 }
 
 const char* what(Slot slot) {
   switch (slot) {
-    case Slot::kAddress: return "to reach this op (address slot)";
-    case Slot::kData: return "to send its data (mailbox slot)";
-    case Slot::kLeave: return "to finish with this rank's buffers (leave slot)";
-    case Slot::kLanded: return "to copy a chunk here (landed slot)";
-    case Slot::kTaken: return "to take a chunk out of its landing buffer (taken slot)";
-    case Slot::kToken: return "to answer the check of the communicator (token slot)";
+    case Slot::kInvitation:
+      return "to reach this op (invitation slot)";
+    case Slot::kData:
+      return "to send its data (mailbox slot)";
+    case Slot::kLeave:
+      return "to finish with this rank's buffers (leave slot)";
+    case Slot::kLanded:
+      return "to copy a chunk here (landed slot)";
+    case Slot::kTaken:
+      return "to take a chunk out of its landing buffer (taken slot)";
+    case Slot::kToken:
+      return "to answer the check of the communicator (token slot)";
   }
   return "(unknown slot)";
 }
@@ -41,10 +50,13 @@ const char* what(Slot slot) {
 std::string text(const ErrorRecord& record) {
   char line[640];
   std::snprintf(line, sizeof line,
-                "pk_jax: %s on rank %d of %d waited %.1f s for rank %d %s, channel %d: expected %u, seen %u. Rank %d is late, stuck or gone: "
-                "look at its log first. The limit is PK_JAX_TIMEOUT_S; the CUDA context of this process is lost, restart it.",
-                name(record.op), record.rank, record.num_ranks, record.waited_ns * 1e-9, record.peer, what(record.slot),
-                record.channel, record.expected, record.seen, record.peer);
+                "pk_jax: %s on rank %d of %d waited %.1f s for rank %d %s, channel %d: expected "
+                "%u, seen %u. Rank %d is late, stuck or gone: "
+                "look at its log first. The limit is PK_JAX_TIMEOUT_S; the CUDA context of this "
+                "process is lost, restart it.",
+                name(record.op), record.rank, record.num_ranks, record.waited_ns * 1e-9,
+                record.peer, what(record.slot), record.channel, record.expected, record.seen,
+                record.peer);
   return line;
 }
 
@@ -52,7 +64,8 @@ std::string text(const ErrorRecord& record) {
 
 ErrorRecord* new_error_record() {
   void* memory = nullptr;
-  check(cudaHostAlloc(&memory, sizeof(ErrorRecord), cudaHostAllocPortable | cudaHostAllocMapped), "cudaHostAlloc");
+  check(cudaHostAlloc(&memory, sizeof(ErrorRecord), cudaHostAllocPortable | cudaHostAllocMapped),
+        "cudaHostAlloc");
   std::memset(memory, 0, sizeof(ErrorRecord));
   Node* node = new Node{static_cast<ErrorRecord*>(memory), records.load()};
   while (!records.compare_exchange_weak(node->next, node)) {
@@ -63,7 +76,8 @@ ErrorRecord* new_error_record() {
 std::optional<std::string> error_text() {
   for (const Node* node = records.load(std::memory_order_acquire); node; node = node->next) {
     // Acquire: pairs with the device's release of `ready` in signal.cuh.
-    if (std::atomic_ref<uint32_t>(node->record->ready).load(std::memory_order_acquire) != 0) return text(*node->record);
+    if (std::atomic_ref<uint32_t>(node->record->ready).load(std::memory_order_acquire) != 0)
+      return text(*node->record);
   }
   return std::nullopt;
 }

@@ -8,11 +8,12 @@
 
 namespace pk {
 
-// A record in pinned host memory, zeroed, readable for the life of the process (a trapped device can free nothing).
+// A record in pinned host memory, zeroed, readable for the life of the process (a trapped device
+// can free nothing).
 ErrorRecord* new_error_record();
 
-// The text of the first record that a kernel has written: op, rank, peer, slot, expected, seen, and what to look at. Takes no lock and
-// touches no device: fit to be asked before every execution.
+// The text of the first record that a kernel has written: op, rank, peer, slot, expected, seen, and
+// what to look at. Takes no lock and touches no device: fit to be asked before every execution.
 std::optional<std::string> error_text();
 
 }  // namespace pk

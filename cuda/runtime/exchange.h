@@ -1,4 +1,5 @@
-// How the ranks of a group talk before they share memory: one collective call, in the same order on every rank.
+// How the ranks of a group talk before they share memory: one collective call, in the same order on
+// every rank.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +30,8 @@ class Exchange {
 
   void barrier() { all_gather(char{0}); }
 
-  // Runs `step` on every rank; throws on all of them if it threw on any, so that none is left waiting for one that gave up.
+  // Runs `step` on every rank; throws on all of them if it threw on any, so that none is left
+  // waiting for one that gave up.
   template <typename Step>
   void together(const char* what, Step step) {
     std::exception_ptr mine;
@@ -41,7 +43,9 @@ class Exchange {
     const std::vector<char> failed = all_gather(static_cast<char>(mine != nullptr));
     if (mine) std::rethrow_exception(mine);
     for (int r = 0; r < num_ranks(); ++r) {
-      if (failed[r]) throw Error(std::string(what) + " failed on rank " + std::to_string(r) + "; its own error says why");
+      if (failed[r])
+        throw Error(std::string(what) + " failed on rank " + std::to_string(r) +
+                    "; its own error says why");
     }
   }
 };

@@ -17,7 +17,8 @@ constexpr int kNcclSuccess = 0;
 constexpr int kNcclInProgress = 7;
 constexpr int kNcclInt8 = 0;
 
-// The calls used, found in the library that is already in the process: linking a libnccl of our own would make two.
+// The calls used, found in the library that is already in the process: linking a libnccl of our own
+// would make two.
 struct Nccl {
   int (*comm_user_rank)(void*, int*);
   int (*comm_count)(void*, int*);
@@ -77,7 +78,9 @@ void wait(void* comm, cudaStream_t stream) {
     if (done == cudaSuccess && status == kNcclSuccess) return;
     if (done != cudaErrorNotReady) check(done, "cudaStreamQuery");
     if (std::chrono::steady_clock::now() > deadline) {
-      throw Error("a rank did not take part in building a communicator for 120 s; did every process run the same program?");
+      throw Error(
+          "a rank did not take part in building a communicator for 120 s; did every process run "
+          "the same program?");
     }
     if (polls > 1000) std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
@@ -85,7 +88,8 @@ void wait(void* comm, cudaStream_t stream) {
 
 }  // namespace
 
-NcclExchange::NcclExchange(void* comm, int rank, cudaStream_t stream) : comm_(comm), stream_(stream) {
+NcclExchange::NcclExchange(void* comm, int rank, cudaStream_t stream)
+    : comm_(comm), stream_(stream) {
   int nccl_rank = 0;
   check_nccl(Nccl::get().comm_user_rank(comm, &nccl_rank), "ncclCommUserRank");
   check_nccl(Nccl::get().comm_count(comm, &num_ranks_), "ncclCommCount");
@@ -94,7 +98,8 @@ NcclExchange::NcclExchange(void* comm, int rank, cudaStream_t stream) : comm_(co
   const std::vector<int> order = Exchange::all_gather(rank < 0 ? nccl_rank : rank);
   std::vector<bool> seen(num_ranks_, false);
   for (int r : order) {
-    if (r < 0 || r >= num_ranks_ || seen[r]) throw Error("the ranks of the group and of XLA's communicator do not match");
+    if (r < 0 || r >= num_ranks_ || seen[r])
+      throw Error("the ranks of the group and of XLA's communicator do not match");
     seen[r] = true;
   }
   rank_of_ = order;
@@ -103,11 +108,16 @@ NcclExchange::NcclExchange(void* comm, int rank, cudaStream_t stream) : comm_(co
 
 void NcclExchange::all_gather(const void* mine, void* all, size_t bytes) {
   Buffer buffer(bytes * (num_ranks_ + 1));
-  check(cudaMemcpyAsync(buffer.data, mine, bytes, cudaMemcpyHostToDevice, stream_), "cudaMemcpyAsync");
-  check_nccl(Nccl::get().all_gather(buffer.data, buffer.data + bytes, bytes, kNcclInt8, comm_, stream_), "ncclAllGather");
+  check(cudaMemcpyAsync(buffer.data, mine, bytes, cudaMemcpyHostToDevice, stream_),
+        "cudaMemcpyAsync");
+  check_nccl(
+      Nccl::get().all_gather(buffer.data, buffer.data + bytes, bytes, kNcclInt8, comm_, stream_),
+      "ncclAllGather");
   wait(comm_, stream_);
   std::vector<char> gathered(bytes * num_ranks_);
-  check(cudaMemcpyAsync(gathered.data(), buffer.data + bytes, gathered.size(), cudaMemcpyDeviceToHost, stream_), "cudaMemcpyAsync");
+  check(cudaMemcpyAsync(gathered.data(), buffer.data + bytes, gathered.size(),
+                        cudaMemcpyDeviceToHost, stream_),
+        "cudaMemcpyAsync");
   check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
   for (int r = 0; r < num_ranks_; ++r) {
     std::memcpy(static_cast<char*>(all) + rank_of_[r] * bytes, gathered.data() + r * bytes, bytes);

@@ -1,4 +1,5 @@
-// The exchange of a real job: NCCL, on the communicator XLA made for the group. Used when a communicator is built or grows, and for nothing else.
+// The exchange of a real job: NCCL, on the communicator XLA made for the group. Used when a
+// communicator is built or grows, and for nothing else.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,8 +12,9 @@ namespace pk {
 
 class NcclExchange : public Exchange {
  public:
-  // `comm` is an ncclComm_t of the libnccl that XLA loaded. `rank` is this rank's place in the group's own order, or -1 to take NCCL's.
-  // Collective. Throws Error when a rank is missing or named twice.
+  // `comm` is an ncclComm_t of the libnccl that XLA loaded. `rank` is this rank's place in the
+  // group's own order, or -1 to take NCCL's. Collective. Throws Error when a rank is missing or
+  // named twice.
   NcclExchange(void* comm, int rank, cudaStream_t stream);
 
   int rank() const override { return rank_; }

@@ -58,9 +58,10 @@ sockaddr_un abstract_address(const Rendezvous& rendezvous, socklen_t* length) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   // sun_path[0] == 0: the abstract namespace, nothing in any file system.
-  const int written = std::snprintf(address.sun_path + 1, sizeof(address.sun_path) - 1, "pk_jax-%016llx%016llx",
-                                    static_cast<unsigned long long>(rendezvous.name[0]),
-                                    static_cast<unsigned long long>(rendezvous.name[1]));
+  const int written =
+      std::snprintf(address.sun_path + 1, sizeof(address.sun_path) - 1, "pk_jax-%016llx%016llx",
+                    static_cast<unsigned long long>(rendezvous.name[0]),
+                    static_cast<unsigned long long>(rendezvous.name[1]));
   *length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + written);
   return address;
 }
@@ -69,7 +70,8 @@ void send_descriptor(const Rendezvous& to, int32_t sender, int descriptor) {
   Socket socket;
   socklen_t length;
   const sockaddr_un address = abstract_address(to, &length);
-  if (connect(socket.fd(), reinterpret_cast<const sockaddr*>(&address), length) != 0) fail("connect to a peer process");
+  if (connect(socket.fd(), reinterpret_cast<const sockaddr*>(&address), length) != 0)
+    fail("connect to a peer process");
   Message message{{to.secret[0], to.secret[1]}, sender};
   iovec data{&message, sizeof message};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
@@ -83,14 +85,17 @@ void send_descriptor(const Rendezvous& to, int32_t sender, int descriptor) {
   rights->cmsg_type = SCM_RIGHTS;
   rights->cmsg_len = CMSG_LEN(sizeof(int));
   std::memcpy(CMSG_DATA(rights), &descriptor, sizeof(int));
-  if (sendmsg(socket.fd(), &header, MSG_NOSIGNAL) != sizeof message) fail("send a descriptor to a peer process");
+  if (sendmsg(socket.fd(), &header, MSG_NOSIGNAL) != sizeof message)
+    fail("send a descriptor to a peer process");
 }
 
 // One accepted connection: the sender and its descriptor, or sender -1 for a stranger.
 std::pair<int, int> receive_descriptor(int connection, const Rendezvous& mine) {
   ucred sender{};
   socklen_t size = sizeof sender;
-  if (getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &sender, &size) != 0 || sender.uid != geteuid()) return {-1, -1};
+  if (getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &sender, &size) != 0 ||
+      sender.uid != geteuid())
+    return {-1, -1};
   pollfd waiting{connection, POLLIN, 0};
   if (poll(&waiting, 1, kExchangeTimeoutMs) != 1) return {-1, -1};
   Message message{};
@@ -108,7 +113,8 @@ std::pair<int, int> receive_descriptor(int connection, const Rendezvous& mine) {
       rights->cmsg_len == CMSG_LEN(sizeof(int))) {
     std::memcpy(&descriptor, CMSG_DATA(rights), sizeof(int));
   }
-  const bool known = got == sizeof message && std::memcmp(message.secret, mine.secret, sizeof mine.secret) == 0;
+  const bool known =
+      got == sizeof message && std::memcmp(message.secret, mine.secret, sizeof mine.secret) == 0;
   if (known && descriptor >= 0) return {message.sender, descriptor};
   if (descriptor >= 0) close(descriptor);
   return {-1, -1};
@@ -119,8 +125,9 @@ std::pair<int, int> receive_descriptor(int connection, const Rendezvous& mine) {
 std::string host_id() {
   std::string boot;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  struct stat network {};
-  if (boot.empty() || stat("/proc/self/ns/net", &network) != 0) throw Error("cannot tell which host this is (/proc)");
+  struct stat network{};
+  if (boot.empty() || stat("/proc/self/ns/net", &network) != 0)
+    throw Error("cannot tell which host this is (/proc)");
   return boot + "/" + std::to_string(network.st_ino);
 }
 
@@ -129,7 +136,8 @@ uint64_t process_id() {
   return id;
 }
 
-std::vector<int> exchange_descriptors(Exchange& exchange, const std::vector<Placement>& placements, int descriptor) {
+std::vector<int> exchange_descriptors(Exchange& exchange, const std::vector<Placement>& placements,
+                                      int descriptor) {
   const int num_ranks = exchange.num_ranks();
   const int rank = exchange.rank();
   const Rendezvous mine = random_value<Rendezvous>();
@@ -142,7 +150,8 @@ std::vector<int> exchange_descriptors(Exchange& exchange, const std::vector<Plac
   int expected = 0;
   for (int peer = 0; peer < num_ranks; ++peer) {
     if (placements[peer].process == placements[rank].process) continue;
-    // The listener's backlog takes the message whether or not the peer accepts yet: no order of ranks can block.
+    // The listener's backlog takes the message whether or not the peer accepts yet: no order of
+    // ranks can block.
     send_descriptor(all[peer], rank, descriptor);
     ++expected;
   }
@@ -150,7 +159,8 @@ std::vector<int> exchange_descriptors(Exchange& exchange, const std::vector<Plac
   try {
     while (expected > 0) {
       pollfd waiting{listener.fd(), POLLIN, 0};
-      if (poll(&waiting, 1, kExchangeTimeoutMs) != 1) throw Error("a peer process did not hand over its memory in time");
+      if (poll(&waiting, 1, kExchangeTimeoutMs) != 1)
+        throw Error("a peer process did not hand over its memory in time");
       Socket connection(accept4(listener.fd(), nullptr, nullptr, SOCK_CLOEXEC));
       if (connection.fd() < 0) fail("accept");
       const auto [sender, given] = receive_descriptor(connection.fd(), mine);

@@ -80,19 +80,23 @@ void AddressRange::map(CUmemGenericAllocationHandle memory, size_t offset, size_
     access[i].location.id = devices[i];
     access[i].flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
   }
-  check(driver.mem_set_access(base_ + offset, bytes, access.data(), access.size()), "cuMemSetAccess");
+  check(driver.mem_set_access(base_ + offset, bytes, access.data(), access.size()),
+        "cuMemSetAccess");
 }
 
-SymmetricRegion::SymmetricRegion(Exchange& exchange, const std::vector<Placement>& placements, size_t most)
+SymmetricRegion::SymmetricRegion(Exchange& exchange, const std::vector<Placement>& placements,
+                                 size_t most)
     : placements_(placements), rank_(exchange.rank()), base_(placements.size()) {
   const CUmemAllocationProp own = properties(placements[rank_].device);
-  check(Driver::get().mem_get_allocation_granularity(&granularity_, &own, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
+  check(Driver::get().mem_get_allocation_granularity(&granularity_, &own,
+                                                     CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
         "cuMemGetAllocationGranularity");
   most_ = (most + granularity_ - 1) / granularity_ * granularity_;
   own_ = AddressRange(most_);
   for (const Placement& placement : placements) {
     if (!same_process(placement, placements[rank_])) continue;
-    if (std::find(local_devices_.begin(), local_devices_.end(), placement.device) == local_devices_.end()) {
+    if (std::find(local_devices_.begin(), local_devices_.end(), placement.device) ==
+        local_devices_.end()) {
       local_devices_.push_back(placement.device);
     }
   }
@@ -108,7 +112,8 @@ SymmetricRegion::SymmetricRegion(Exchange& exchange, const std::vector<Placement
 void SymmetricRegion::grow(Exchange& exchange, size_t bytes, cudaStream_t stream) {
   const size_t target = (bytes + granularity_ - 1) / granularity_ * granularity_;
   if (target <= bytes_) return;
-  if (target > most_) throw Error("a symmetric region cannot grow to " + std::to_string(bytes) + " bytes");
+  if (target > most_)
+    throw Error("a symmetric region cannot grow to " + std::to_string(bytes) + " bytes");
   const size_t added = target - bytes_;
   const Driver& driver = Driver::get();
   const CUmemAllocationProp own = properties(placements_[rank_].device);
@@ -116,41 +121,48 @@ void SymmetricRegion::grow(Exchange& exchange, size_t bytes, cudaStream_t stream
   Descriptor shared;
   exchange.together("growing a workspace", [&] {
     CUmemGenericAllocationHandle memory;
-    const std::string create = "cuMemCreate of " + std::to_string(added) +
-                               " bytes outside XLA's heap (lower XLA_PYTHON_CLIENT_MEM_FRACTION to leave room)";
+    const std::string create =
+        "cuMemCreate of " + std::to_string(added) +
+        " bytes outside XLA's heap (lower XLA_PYTHON_CLIENT_MEM_FRACTION to leave room)";
     check(driver.mem_create(&memory, added, &own, 0), create.c_str());
     CUresult exported = CUDA_SUCCESS;
-    if (remote) exported = driver.mem_export(&shared.fd, memory, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
+    if (remote)
+      exported = driver.mem_export(&shared.fd, memory, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
     own_.map(memory, bytes_, added, local_devices_);
     check(exported, "cuMemExportToShareableHandle");
     check(cudaMemsetAsync(own_.base() + bytes_, 0, added, stream), "cudaMemsetAsync");
     check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
   });
-  // Nobody writes to a piece before its owner has cleared it (above) and everybody has mapped it (below).
+  // Nobody writes to a piece before its owner has cleared it (above) and everybody has mapped it
+  // (below).
   exchange.together("mapping a workspace", [&] {
     if (!remote) return;
     const std::vector<int> received = exchange_descriptors(exchange, placements_, shared.fd);
     for (size_t peer = 0; peer < received.size(); ++peer) {
       if (received[peer] < 0) continue;
-      imported_[peer].map(import_and_close(received[peer]), bytes_, added, {placements_[rank_].device});
+      imported_[peer].map(import_and_close(received[peer]), bytes_, added,
+                          {placements_[rank_].device});
     }
   });
   bytes_ = target;
 }
 
-PeerHeaps::PeerHeaps(Exchange& exchange, const std::vector<Placement>& placements, const void* pointer)
+PeerHeaps::PeerHeaps(Exchange& exchange, const std::vector<Placement>& placements,
+                     const void* pointer)
     : imported_(placements.size()), base_(placements.size(), nullptr) {
   if (one_process(placements)) return;  // plain pointers do
   const Driver& driver = Driver::get();
   const int rank = exchange.rank();
   Descriptor shared;
   exchange.together("exporting XLA's heap", [&] {
-    check(driver.mem_get_address_range(&own_base_, &own_bytes_, reinterpret_cast<CUdeviceptr>(pointer)),
+    check(driver.mem_get_address_range(&own_base_, &own_bytes_,
+                                       reinterpret_cast<CUdeviceptr>(pointer)),
           "cuMemGetAddressRange of an XLA buffer");
     CUmemGenericAllocationHandle memory;
     check(driver.mem_retain_allocation_handle(&memory, reinterpret_cast<void*>(own_base_)),
           "cuMemRetainAllocationHandle of XLA's heap (use XLA's default allocator)");
-    const CUresult exported = driver.mem_export(&shared.fd, memory, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
+    const CUresult exported =
+        driver.mem_export(&shared.fd, memory, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
     driver.mem_release(memory);
     check(exported, "cuMemExportToShareableHandle of XLA's heap");
   });
@@ -166,7 +178,8 @@ PeerHeaps::PeerHeaps(Exchange& exchange, const std::vector<Placement>& placement
         continue;
       }
       imported_[peer] = AddressRange(heaps[peer].bytes);
-      imported_[peer].map(import_and_close(received[peer]), 0, heaps[peer].bytes, {placements[rank].device});
+      imported_[peer].map(import_and_close(received[peer]), 0, heaps[peer].bytes,
+                          {placements[rank].device});
       base_[peer] = imported_[peer].base();
     }
   });

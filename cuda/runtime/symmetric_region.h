@@ -1,7 +1,8 @@
 // Memory that every rank of a group owns a piece of and can address all pieces of.
 //
-// A region is a stretch of reserved addresses, backed by memory only as far as it has grown. Growing never moves it: an address
-// handed to a kernel, or baked into a captured CUDA graph, stays good for the life of the region.
+// A region is a stretch of reserved addresses, backed by memory only as far as it has grown.
+// Growing never moves it: an address handed to a kernel, or baked into a captured CUDA graph, stays
+// good for the life of the region.
 #pragma once
 
 #include <cuda.h>
@@ -25,7 +26,8 @@ class AddressRange {
   ~AddressRange();
 
   // Takes the reference to `memory`: it is released whether or not the call succeeds.
-  void map(CUmemGenericAllocationHandle memory, size_t offset, size_t bytes, const std::vector<int>& devices);
+  void map(CUmemGenericAllocationHandle memory, size_t offset, size_t bytes,
+           const std::vector<int>& devices);
   char* base() const { return reinterpret_cast<char*>(base_); }
 
  private:
@@ -43,8 +45,8 @@ class SymmetricRegion {
   // Collective. Reserves `most` bytes of address space a rank, and backs none of it.
   SymmetricRegion(Exchange& exchange, const std::vector<Placement>& placements, size_t most);
 
-  // Collective, with the same `bytes` on every rank. Backs the first `bytes` of every rank's piece; new memory is zero on return. Waits for
-  // `stream`.
+  // Collective, with the same `bytes` on every rank. Backs the first `bytes` of every rank's piece;
+  // new memory is zero on return. Waits for `stream`.
   void grow(Exchange& exchange, size_t bytes, cudaStream_t stream);
 
   size_t bytes() const { return bytes_; }
@@ -63,8 +65,8 @@ class SymmetricRegion {
   std::vector<char*> base_;
 };
 
-// The allocation that holds `pointer`, mapped by every other process of the group: XLA's heap, in practice.
-// Collective. `base(rank)` is where rank's allocation starts, seen from here.
+// The allocation that holds `pointer`, mapped by every other process of the group: XLA's heap, in
+// practice. Collective. `base(rank)` is where rank's allocation starts, seen from here.
 class PeerHeaps {
  public:
   PeerHeaps(Exchange& exchange, const std::vector<Placement>& placements, const void* pointer);

@@ -30,7 +30,8 @@ DeviceInfo describe(int ordinal) {
   info.copy_engines = properties.asyncEngineCount;
   info.memory_bytes = properties.totalGlobalMem;
   int vmm = 0;
-  check(Driver::get().device_get_attribute(&vmm, CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, ordinal),
+  check(Driver::get().device_get_attribute(
+            &vmm, CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, ordinal),
         "cuDeviceGetAttribute");
   info.vmm = vmm != 0;
   return info;
@@ -63,7 +64,8 @@ Topology query() {
 }  // namespace
 
 const Topology& Topology::get() {
-  static const Topology topology = query();  // a failed query throws and is tried again at the next call
+  static const Topology topology =
+      query();  // a failed query throws and is tried again at the next call
   return topology;
 }
 

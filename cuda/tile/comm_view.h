@@ -1,8 +1,9 @@
 // What a kernel knows of its communicator: plain data, passed by value, shared by host and device.
 //
-// Each rank owns one symmetric region, mapped by all ranks: a SignalPage at offset 0 and the mailboxes behind it. The
-// addresses in a CommView never change during the life of a communicator (regions grow in place), so a view may be
-// baked into a captured CUDA graph. Everything that changes from call to call lives in device memory, in the page.
+// Each rank owns one symmetric region, mapped by all ranks: a SignalPage at offset 0 and the
+// mailboxes behind it. The addresses in a CommView never change during the life of a communicator
+// (regions grow in place), so a view may be baked into a captured CUDA graph. Everything that
+// changes from call to call lives in device memory, in the page.
 #pragma once
 
 #include <cstddef>
@@ -18,38 +19,49 @@ inline constexpr int kMaxRanks = 72;
 // Call sites that may be in flight at the same time on one communicator without sharing a slot.
 inline constexpr int kNumChannels = 16;
 
-// Operand bytes a rank that the low-latency protocol carries, and the mailbox bytes that takes: every 4 bytes of data travel with 4
-// bytes of epoch.
+// Operand bytes a rank that the low-latency protocol carries, and the mailbox bytes that takes:
+// every 4 bytes of data travel with 4 bytes of epoch.
 inline constexpr size_t kLowLatencyBytes = 128 << 10;
 inline constexpr size_t kLowLatencySlotBytes = 2 * kLowLatencyBytes;
 
-// The copy-engine path moves chunks through a ring of slots in the receiver's landing buffer, emptied by a fixed number of blocks.
+// The copy-engine path moves chunks of at most this size through a ring of slots in the receiver's
+// landing buffer, emptied by a fixed number of blocks.
 inline constexpr size_t kChunkBytes = 16 << 20;
 inline constexpr int kLandingSlots = 4;
-inline constexpr int kDrainBlocks = 16;
+inline constexpr int kDrainBlocks = 32;
 
-// The counters of one call site. All grow for ever; none is cleared between calls.
+// The most blocks an op may have: each has an epoch word of its own.
+inline constexpr int kMaxBlocks = 512;
+
+// The counters of one call site. All but `ended` only grow.
 struct alignas(128) Channel {
-  // Calls finished. Written by the last block of a call, read by the next call on this stream.
-  uint32_t epoch;
-  // Blocks that have begun, and that have ended, in the call under way; the last block puts both back to zero.
-  uint32_t begun;
-  uint32_t ended;
+  // [block]: calls finished, as this block will read it. A block reads its word when it begins and
+  // writes it when it ends, so that blocks of one call need not agree on when the epoch advances;
+  // block 0 also writes the words of blocks that the call did not have.
+  uint32_t epoch[kMaxBlocks];
+  // Blocks that have ended in the call under way; the last one puts it back to zero.
+  alignas(128) uint32_t ended;
   // Chunks moved by the copy-engine path so far; a multiple of kLandingSlots.
   uint32_t chunks;
-  // [peer]: address of the peer's result in this epoch, as two words of (epoch << 32 | half of the offset).
-  alignas(128) uint64_t address[kMaxRanks][2];
-  // [peer]: last epoch in which the peer finished its reads and writes of this rank's buffers.
+  // [peer]: where the peer's result is in this epoch, and with how many blocks it pushes, as two
+  // words of (epoch << 32 | half). See Invitation.
+  alignas(128) uint64_t invitation[kMaxRanks][2];
+  // [peer]: blocks of the peer that have finished their writes to this rank, over all calls; and
+  // how many that should be after the last call.
   alignas(128) uint32_t left[kMaxRanks];
-  // Copy-engine path. [peer][slot]: number of the last chunk the peer has put into that slot of this rank's landing buffer.
+  uint32_t left_before[kMaxRanks];
+  // Copy-engine path. [peer][slot]: number of the last chunk the peer has put into that slot of
+  // this rank's landing buffer.
   alignas(128) uint32_t landed[kMaxRanks][kLandingSlots];
-  // [peer]: how often a block of the peer has emptied its share of a chunk of ours (kDrainBlocks times a chunk).
+  // [peer]: how often a block of the peer has emptied its share of a chunk of ours (kDrainBlocks
+  // times a chunk).
   alignas(128) uint32_t taken[kMaxRanks];
 };
 
 struct SignalPage {
   Channel channels[kNumChannels];
-  // [peer]: where the peer's XLA heap is mapped here; 0 when peers publish plain pointers (one process).
+  // [peer]: where the peer's XLA heap is mapped here; 0 when peers publish plain pointers (one
+  // process).
   alignas(128) uint64_t heap_base[kMaxRanks];
   // [peer]: the token the peer left here when the communicator was checked.
   alignas(128) uint64_t check[kMaxRanks];
@@ -67,8 +79,10 @@ struct CommView {
   char* region[kMaxRanks];
 };
 
-// Offset, in a rank's region, of the mailbox half that `source` fills for `channel` in epochs of this parity.
-PK_HOST_DEVICE inline size_t low_latency_offset(int channel, uint32_t parity, int source, int num_ranks) {
+// Offset, in a rank's region, of the mailbox half that `source` fills for `channel` in epochs of
+// this parity.
+PK_HOST_DEVICE inline size_t low_latency_offset(int channel, uint32_t parity, int source,
+                                                int num_ranks) {
   const size_t slot = (static_cast<size_t>(channel) * 2 + parity) * num_ranks + source;
   return kSignalPageBytes + slot * kLowLatencySlotBytes;
 }

@@ -1,4 +1,5 @@
-// The device's last words: written once, by the first wait that ran out of time, then the kernel traps.
+// The device's last words: written once, by the first wait that ran out of time, then the kernel
+// traps.
 //
 // The record lives in pinned host memory, because nothing on the device can be read after a trap.
 #pragma once
@@ -11,12 +12,12 @@ enum class Op : uint32_t { kNone = 0, kRoundTrip = 1, kAllGather = 2 };
 
 // What a wait was for; the host turns it into words (runtime/error_text.h).
 enum class Slot : uint32_t {
-  kAddress = 0,  // the peer publishes its result: it has reached the op
-  kData = 1,     // a data word of the peer in the mailbox
-  kLeave = 2,    // the peer is done with this rank's buffers
-  kLanded = 3,   // a chunk of the peer in the landing buffer
-  kTaken = 4,    // the peer has emptied its landing buffer
-  kToken = 5,    // the peer's token when a communicator is checked
+  kInvitation = 0,  // the peer says where its result is: it has reached the op
+  kData = 1,        // a data word of the peer in the mailbox
+  kLeave = 2,       // the peer is done with this rank's buffers
+  kLanded = 3,      // a chunk of the peer in the landing buffer
+  kTaken = 4,       // the peer has emptied its landing buffer
+  kToken = 5,       // the peer's token when a communicator is checked
 };
 
 struct ErrorRecord {

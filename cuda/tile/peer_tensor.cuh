@@ -1,7 +1,8 @@
 // The same matrix of bytes on every rank: a base pointer a rank, one row pitch.
 //
-// Indexing by rank gives an ordinary address; whether it lies on this GPU or across NVLink is the hardware's business. That is the
-// whole idea: a peer's memory is one more level of the hierarchy, and needs no second set of verbs.
+// Indexing by rank gives an ordinary address; whether it lies on this GPU or across NVLink is the
+// hardware's business. That is the whole idea: a peer's memory is one more level of the hierarchy,
+// and needs no second set of verbs.
 #pragma once
 
 #include <cstdint>

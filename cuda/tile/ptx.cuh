@@ -1,14 +1,16 @@
 // One function per instruction, and the only file with inline assembly.
 //
-// Names follow the PTX mnemonic. Scopes and semantics are part of the name, so that a reader of a kernel sees the
-// memory order at the call site. `sys` reaches the GPUs at the other end of NVLink, `gpu` stops at this one.
+// Names follow the PTX mnemonic. Scopes and semantics are part of the name, so that a reader of a
+// kernel sees the memory order at the call site. `sys` reaches the GPUs at the other end of NVLink,
+// `gpu` stops at this one.
 #pragma once
 
 #include <cstdint>
 
 namespace pk::ptx {
 
-// ---- generic-proxy loads, stores and fences -------------------------------------------------------------------------
+// ---- generic-proxy loads, stores and fences
+// -------------------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t ld_acquire_sys(const uint32_t* address) {
   uint32_t value;
@@ -23,6 +25,12 @@ __device__ __forceinline__ void st_release_sys(uint32_t* address, uint32_t value
 __device__ __forceinline__ uint64_t ld_relaxed_sys(const uint64_t* address) {
   uint64_t value;
   asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ uint64_t ld_acquire_sys(const uint64_t* address) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
   return value;
 }
 
@@ -41,7 +49,8 @@ __device__ __forceinline__ ulonglong2 ld_relaxed_sys(const ulonglong2* address) 
 }
 
 __device__ __forceinline__ void st_relaxed_sys(ulonglong2* address, ulonglong2 value) {
-  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(address), "l"(value.x), "l"(value.y)
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(address), "l"(value.x),
+               "l"(value.y)
                : "memory");
 }
 
@@ -60,36 +69,26 @@ __device__ __forceinline__ uint32_t atom_add_relaxed_gpu(uint32_t* address, uint
   return old;
 }
 
-__device__ __forceinline__ uint32_t atom_add_acq_rel_sys(uint32_t* address, uint32_t value) {
-  uint32_t old;
-  asm volatile("atom.add.acq_rel.sys.global.u32 %0, [%1], %2;"
-               : "=r"(old)
-               : "l"(address), "r"(value)
-               : "memory");
-  return old;
-}
-
 __device__ __forceinline__ void red_add_release_sys(uint32_t* address, uint32_t value) {
   asm volatile("red.add.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-__device__ __forceinline__ void fence_acq_rel_sys() {
-  asm volatile("fence.acq_rel.sys;" ::: "memory");
-}
-
-// Orders this thread's generic-proxy accesses against async-proxy (bulk copy) accesses, in both directions.
+// Orders this thread's generic-proxy accesses against async-proxy (bulk copy) accesses, in both
+// directions.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async;" ::: "memory");
 }
 
-// ---- mbarriers ------------------------------------------------------------------------------------------------------
+// ---- mbarriers
+// ------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(arrivals)
                : "memory");
 }
 
@@ -99,8 +98,10 @@ __device__ __forceinline__ void fence_mbarrier_init() {
 }
 
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-               : "memory");
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
 }
 
 __device__ __forceinline__ bool mbarrier_try_wait_parity(uint64_t* barrier, uint32_t parity) {
@@ -117,19 +118,23 @@ __device__ __forceinline__ bool mbarrier_try_wait_parity(uint64_t* barrier, uint
   return done != 0;
 }
 
-// ---- 1-D bulk copies (TMA without a tensor map): any global address, a peer's included ------------------------------
+// ---- 1-D bulk copies (TMA without a tensor map): any global address, a peer's included
+// ------------------------------
 
-// global -> shared. 16-byte aligned, a multiple of 16 bytes; completes on the mbarrier's transaction count.
-__device__ __forceinline__ void cp_async_bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
+// global -> shared. 16-byte aligned, a multiple of 16 bytes; completes on the mbarrier's
+// transaction count.
+__device__ __forceinline__ void cp_async_bulk_load(void* shared, const void* global, uint32_t bytes,
+                                                   uint64_t* barrier) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          shared_address(shared)),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(shared)),
       "l"(global), "r"(bytes), "r"(shared_address(barrier))
       : "memory");
 }
 
 // shared -> global. Joins the calling thread's current bulk group.
-__device__ __forceinline__ void cp_async_bulk_store(void* global, const void* shared, uint32_t bytes) {
+__device__ __forceinline__ void cp_async_bulk_store(void* global, const void* shared,
+                                                    uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
                "r"(shared_address(shared)), "r"(bytes)
                : "memory");
@@ -151,7 +156,8 @@ __device__ __forceinline__ void cp_async_bulk_wait_group() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// ---- time and failure -----------------------------------------------------------------------------------------------
+// ---- time and failure
+// -----------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint64_t globaltimer_ns() {
   uint64_t now;

@@ -1,7 +1,8 @@
 // Signals between GPUs: words in a signal page that a peer sets and the owner waits for.
 //
-// Invariants. A counter only grows, and a wait is "at least", so that a late reader never misses a value. A wait polls its own
-// GPU's memory, never a peer's. No wait is without limit: when time is up it leaves an ErrorRecord and traps.
+// Invariants. A counter only grows, and a wait is "at least", so that a late reader never misses a
+// value. A wait polls its own GPU's memory, never a peer's. No wait is without limit: when time is
+// up it leaves an ErrorRecord and traps.
 #pragma once
 
 #include "tile/comm_view.h"
@@ -32,7 +33,8 @@ __device__ __forceinline__ void fail(ErrorRecord* record, ErrorRecord text) {
   } else {
     // Another thread is writing; give it time before this trap stops the whole device.
     const uint64_t start = ptx::globaltimer_ns();
-    while (ptx::ld_acquire_sys(&record->ready) == 0u && ptx::globaltimer_ns() - start < 1'000'000'000ull) {
+    while (ptx::ld_acquire_sys(&record->ready) == 0u &&
+           ptx::globaltimer_ns() - start < 1'000'000'000ull) {
     }
   }
   ptx::trap();
@@ -40,8 +42,10 @@ __device__ __forceinline__ void fail(ErrorRecord* record, ErrorRecord text) {
 
 // Calls `poll(seen)` until it returns true. `seen` is what the error record will show.
 template <typename Poll>
-__device__ __forceinline__ void wait_until(const Waiter& waiter, Slot slot, int peer, uint32_t expected, Poll poll) {
-  // The first look is free of clock reads: on the fast path the word is there already or comes within a microsecond.
+__device__ __forceinline__ void wait_until(const Waiter& waiter, Slot slot, int peer,
+                                           uint32_t expected, Poll poll) {
+  // The first look is free of clock reads: on the fast path the word is there already or comes
+  // within a microsecond.
   constexpr int kPollsPerClockRead = 64;
   uint32_t seen = 0;
   uint64_t start = 0;
@@ -53,14 +57,16 @@ __device__ __forceinline__ void wait_until(const Waiter& waiter, Slot slot, int 
     if (start == 0) start = now;
     if (now - start > waiter.comm.timeout_ns) {
       const CommView& comm = waiter.comm;
-      fail(comm.error, {1, 0, waiter.op, slot, comm.rank, comm.num_ranks, peer, waiter.channel, expected, seen, now - start});
+      fail(comm.error, {1, 0, waiter.op, slot, comm.rank, comm.num_ranks, peer, waiter.channel,
+                        expected, seen, now - start});
     }
   }
 }
 
-// Waits until a counter on this GPU has reached `expected`; acquires what its writer released before.
-__device__ __forceinline__ void wait_signal(const Waiter& waiter, Slot slot, int peer, const uint32_t* counter,
-                                            uint32_t expected) {
+// Waits until a counter on this GPU has reached `expected`; acquires what its writer released
+// before.
+__device__ __forceinline__ void wait_signal(const Waiter& waiter, Slot slot, int peer,
+                                            const uint32_t* counter, uint32_t expected) {
   wait_until(waiter, slot, peer, expected, [&](uint32_t& seen) {
     seen = ptx::ld_acquire_sys(counter);
     // Counters wrap after 2^32 calls: compare by distance.

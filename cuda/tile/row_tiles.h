@@ -3,11 +3,13 @@
 //        inner bytes                 rows wider than a tile: a tile is a part of one row
 //      +------+------+---+           rows narrower:          a tile is several whole rows
 //      |  0   |  1   | 2 |
-//      +------+------+---+           Either way a tile is one contiguous piece of the packed [rows, inner] source, and
-//      |  3   |  4   | 5 |           `num_rows` pieces of `num_cols` bytes in a destination with a wider pitch.
+//      +------+------+---+           Either way a tile is one contiguous piece of the packed [rows,
+//      inner] source, and |  3   |  4   | 5 |           `num_rows` pieces of `num_cols` bytes in a
+//      destination with a wider pitch.
 //      +------+------+---+
 //
-// Every mechanism of an op walks the same tiles; this is the only place with the arithmetic. Host and device.
+// Every mechanism of an op walks the same tiles; this is the only place with the arithmetic. Host
+// and device.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +35,8 @@ struct RowTiles {
   int64_t tiles_per_row;
   int64_t num_tiles;
 
-  // `tile_bytes` is a multiple of every alignment that a mechanism asks for (at least 16), so a tile starts aligned when rows do.
+  // `tile_bytes` is a multiple of every alignment that a mechanism asks for (at least 16), so a
+  // tile starts aligned when rows do.
   PK_HOST_DEVICE static RowTiles make(int64_t rows, int64_t inner, uint32_t tile_bytes) {
     RowTiles tiles{rows, inner, tile_bytes, 1, 1, 0};
     if (rows <= 0 || inner <= 0) return tiles;
@@ -56,7 +59,8 @@ struct RowTiles {
     }
     const int64_t row = index * rows_per_tile;
     const int64_t left = rows - row;
-    return {row, 0, static_cast<uint32_t>(left < rows_per_tile ? left : rows_per_tile), static_cast<uint32_t>(inner)};
+    return {row, 0, static_cast<uint32_t>(left < rows_per_tile ? left : rows_per_tile),
+            static_cast<uint32_t>(inner)};
   }
 };
 
