@@ -103,6 +103,16 @@ def mesh_devices(ctx: Any) -> list[Device] | None:
     return list(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else None
 
 
+def auto_axes(ctx: Any) -> tuple[Hashable, ...]:
+    """Axes of the mesh, larger than 1, that XLA and not the user partitions where ctx lowers."""
+    axis_context = ctx.module_context.axis_context
+    if not isinstance(axis_context, _SPMDAxisContext):
+        return ()
+    sizes = axis_context.mesh.shape
+    manual = axis_context.manual_axes
+    return tuple(name for name in sizes if name not in manual and sizes[name] > 1)
+
+
 def module_of(ctx: Any) -> Any:
     """The MLIR module being built: one object for all of a lowering, inner functions included."""
     return ctx.module_context.module

@@ -38,6 +38,9 @@ MAX_RANKS = 72
 
 COMPUTE_CAPABILITY = (9, 0)
 
+# What jax.Device.platform says of a CUDA device: JAX's own word for it, and XLA's.
+_GPU_PLATFORMS = ("gpu", "cuda")
+
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
@@ -64,7 +67,11 @@ class Path(NamedTuple):
 
 
 def decide(
-    op: str, dtype: Any, groups: Sequence[Sequence[int]], devices: Sequence[Device] | None
+    op: str,
+    dtype: Any,
+    groups: Sequence[Sequence[int]],
+    devices: Sequence[Device] | None,
+    auto_axes: Sequence[Any] = (),
 ) -> Decision:
     """The path of an op that is being lowered for CUDA.
 
@@ -73,6 +80,7 @@ def decide(
         dtype: the operand's.
         groups: logical ids of the ranks of each group.
         devices: the devices by logical id; None if the mesh has none.
+        auto_axes: mesh axes that are not manual.
 
     Raises:
         RuntimeError: another process of the run did not say what it can do.
@@ -82,8 +90,10 @@ def decide(
     reason = why_not_dtype(dtype)
     if reason is not None:
         return Decision("reference", reason)
-    if devices is None or devices[0].platform != "gpu":
+    if devices is None or devices[0].platform not in _GPU_PLATFORMS:
         return Decision("reference", _NO_DEVICES)
+    if auto_axes:
+        return Decision("reference", why_auto_axes(auto_axes), logging.WARNING)
     ids = [[devices[i].id for i in group] for group in groups]
     reason = why_not_cuda(ids, _capability.of_processes(devices))
     if reason is not None:
@@ -140,7 +150,7 @@ def paths(devices: Sequence[Device] | None = None) -> list[Path]:
     devices = list(devices if devices is not None else jax.devices())
     rows = []
     for op in OPS:
-        if devices[0].platform == "gpu":
+        if devices[0].platform in _GPU_PLATFORMS:
             decision = decide(op, jnp.float32, [range(len(devices))], devices)
         else:
             decision = Decision("reference", why_platform(op, devices[0].platform))
@@ -152,6 +162,14 @@ def why_platform(op: str, *platforms: str) -> str:
     """What to say of an op lowered for a platform other than CUDA, or for several at once."""
     names = " and ".join(map(repr, platforms))
     return f"{op} runs through jax.lax on platform {names}; its kernels need CUDA devices"
+
+
+def why_auto_axes(axes: Sequence[Any]) -> str:
+    """What to say of an op inside a shard_map that leaves mesh axes to XLA."""
+    return (
+        f"the mesh axes {tuple(axes)} are not manual here, and XLA would replicate the operand over "
+        "them before a custom call; add them to the axis_names of jax.shard_map"
+    )
 
 
 _logged: set[tuple[str, str]] = set()

@@ -26,7 +26,7 @@ TARGET = "pk_jax_all_gather"
 def can_run(monkeypatch):
     """The selection as on a machine where the kernels run."""
 
-    def decide(op, dtype, groups, devices):
+    def decide(op, dtype, groups, devices, auto_axes):
         reason = _selection.why_not_dtype(dtype)
         if op in _selection.CUDA_OPS and reason is None:
             return _selection.Decision("cuda")
@@ -185,6 +185,34 @@ def test_tma_of_unaligned_blocks(can_run, call_of):
     assert call_of((4, 3), tiled=True, config=config)["mechanism"] == "tma"
     with pk.use_config(mechanism="tma"):
         assert call_of((4, 3), axis=1, tiled=True)["mechanism"] == "register"
+
+
+def test_devices_of_the_mesh_in_context(can_run, mesh_of):
+    # shard_map without a mesh= sees only the axes; the devices are those of set_mesh.
+    mapped = jax.shard_map(lambda x: pk.all_gather(x, "x"), in_specs=P("x"), out_specs=P("x"))
+    with jax.set_mesh(mesh_of(order=[2, 0, 3, 1], x=4)):
+        (call,) = calls(lowered(mapped, jax.ShapeDtypeStruct((8,), jnp.float32)))
+    assert call["groups"] == [0, 1, 2, 3] and call["devices"] == [2, 0, 3, 1]
+
+
+@pytest.mark.parametrize("names, auto", [({"a"}, ("b",)), ({"a", "b"}, ()), ({"a", "c"}, ("b",))])
+def test_axes_that_are_not_manual(names, auto, mesh_of, monkeypatch):
+    seen = []
+
+    def decide(op, dtype, groups, devices, auto_axes):
+        seen.append(auto_axes)
+        return _selection.Decision("reference", "asked")
+
+    monkeypatch.setattr(_selection, "decide", decide)
+    mapped = jax.shard_map(
+        lambda x: pk.all_gather(x, "a"),
+        mesh=mesh_of(a=2, b=2, c=1),
+        in_specs=P("a"),
+        out_specs=P("a"),
+        axis_names=names,
+    )
+    lowered(mapped, jnp.zeros(8))
+    assert seen == [auto]
 
 
 def gathers(count, like=lambda x, i: x):

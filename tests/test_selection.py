@@ -1,14 +1,13 @@
-"""Which path an op takes and why, from records alone, and how processes come to the same choice."""
+"""Which path an op takes and why, decided from records alone."""
 
 import dataclasses
 import logging
-import types
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from pk_jax import _capability, _compat, _registry, _selection
+from pk_jax import _selection
 from pk_jax._capability import Capability, Gpu
 
 VERSION = "pk_jax 0.1.0, jaxlib 0.11.2"
@@ -160,245 +159,6 @@ def test_extended_dtypes():
     assert "extended dtype" in _selection.why_not_dtype(jax.random.key(0).dtype)
 
 
-# From devices to a decision, with a fake library and fake devices.
-
-
-class Device:
-    platform = "gpu"
-
-    def __init__(self, client, index, process_index=0):
-        self.client, self.id, self.process_index = client, index, process_index
-        self.local_hardware_id = index
-
-
-class Client:
-    platform_version = "PJRT C API\ncuda 13000"
-
-    def __init__(self, index=0, devices=()):
-        self._index, self._devices = index, devices
-
-    def process_index(self):
-        return self._index
-
-    def local_devices(self):
-        return [Device(self, i, self._index) for i in self._devices]
-
-
-class Library(types.SimpleNamespace):
-    def __init__(self, gpus=2, error=None):
-        super().__init__(announced=[], asked=0)
-        self.gpus, self.error = gpus, error
-
-    def build_info(self):
-        return {"cuda_runtime": "13.0", "version": "0.1.0"}
-
-    def topology(self):
-        self.asked += 1
-        if self.error:
-            raise RuntimeError(self.error)
-        seen = range(self.gpus)
-        devices = [{"ordinal": i, "uuid": f"gpu{i}", "compute_capability": [9, 0]} for i in seen]
-        return {"devices": devices, "peer_access": [[i != j for j in seen] for i in seen]}
-
-    def set_local_devices(self, ids):
-        self.announced.append(ids)
-
-    def host_id(self):
-        return "host0"
-
-
-@pytest.fixture
-def library(monkeypatch):
-    fake = Library()
-    monkeypatch.setattr(_registry, "library", fake)
-    for name in ("ALLOCATOR", "PREALLOCATE"):
-        monkeypatch.delenv(f"XLA_PYTHON_CLIENT_{name}", raising=False)
-    return fake
-
-
-def decide(client, dtype="float32", op="all_gather", devices=2):
-    members = [Device(client, i) for i in range(devices)]
-    return _selection.decide(op, jnp.dtype(dtype), [list(range(devices))], members)
-
-
-def test_decision_for_two_gpus(library):
-    client = Client(devices=(0, 1))
-    assert decide(client) == decide(client) == _selection.Decision("cuda")
-    # The library learnt once which GPU is which device, and was asked once.
-    assert library.announced == [{0: 0, 1: 1}] and library.asked == 1
-
-
-def test_decision_with_gpus_renumbered(library, monkeypatch):
-    client = Client()
-    devices = [Device(client, 40), Device(client, 41)]
-    devices[0].local_hardware_id, devices[1].local_hardware_id = 1, 0
-    monkeypatch.setattr(client, "local_devices", lambda: devices)
-    (record,) = _capability.of_processes(devices)
-    assert [(gpu.id, gpu.uuid) for gpu in record.gpus] == [(41, "gpu0"), (40, "gpu1")]
-    assert record.gpus[0].reaches == {"gpu1": True}
-    assert library.announced == [{1: 40, 0: 41}]
-
-
-@pytest.mark.parametrize(
-    "dtype, op, text",
-    [
-        ("int4", "all_gather", "smaller than a byte"),
-        ("float32", "psum", "psum has no CUDA implementation yet"),
-    ],
-)
-def test_decision_by_request(dtype, op, text, library):
-    decision = decide(Client(devices=(0, 1)), dtype, op)
-    assert decision.path == "reference" and decision.level == logging.INFO
-    assert text in decision.reason
-    assert library.asked == 0  # a request that cannot be served asks nothing of the machine
-
-
-def test_decision_by_environment(library, monkeypatch):
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "CUDA_async")
-    decision = decide(Client(devices=(0, 1)))
-    assert decision.level == logging.WARNING and "cuda_async" in decision.reason
-
-
-@pytest.mark.parametrize("value, one_heap", [("false", False), ("0", False), ("true", True)])
-def test_preallocation(value, one_heap, library, monkeypatch):
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", value)
-    assert _capability.describe(Client(devices=(0, 1))).one_heap is one_heap
-
-
-def test_no_driver(library):
-    library.error = "CUDA driver version is insufficient"
-    assert decide(Client(devices=(0, 1))).reason == "CUDA driver version is insufficient"
-
-
-def test_a_bug_does_not_fall_through(library, monkeypatch):
-    monkeypatch.setattr(library, "topology", lambda: {}["devices"])
-    with pytest.raises(KeyError):
-        decide(Client(devices=(0, 1)))
-
-
-def test_library_for_another_cuda(library, monkeypatch):
-    monkeypatch.setattr(Client, "platform_version", "PJRT C API\ncuda 12080")
-    reason = decide(Client(devices=(0, 1))).reason
-    assert "built for CUDA 13 and JAX's plugin for CUDA 12" in reason
-    assert "install jax[cuda13]" in reason
-
-
-def test_library_missing(library, monkeypatch):
-    monkeypatch.setattr(_registry, "library", None)
-    monkeypatch.setattr(_registry, "load_error", ImportError("libfoo.so: cannot open"))
-    reason = decide(Client(devices=(0, 1))).reason
-    assert "pk_jax._ffi is not there (ImportError: libfoo.so: cannot open)" in reason
-
-
-def test_jaxlib_too_old(library, monkeypatch):
-    monkeypatch.setattr(_compat, "jaxlib_version", lambda: (0, 11, 1))
-    reason = decide(Client(devices=(0, 1))).reason
-    assert "jaxlib 0.11.1 has no FFI Collectives extension; install jaxlib >= 0.11.2" in reason
-
-
-@pytest.mark.parametrize("mesh", ["abstract", "of CPUs"])
-def test_devices_unknown(mesh, library):
-    devices = None if mesh == "abstract" else jax.devices("cpu")[:2]
-    decision = _selection.decide("all_gather", jnp.dtype("int8"), [[0, 1]], devices)
-    assert "the CUDA devices are not known here" in decision.reason
-    assert "jax.set_mesh(mesh)" in decision.reason
-
-
-# Several processes.
-
-
-class Board:
-    """A key-value store like jax.distributed's, which counts."""
-
-    def __init__(self):
-        self.values, self.reads, self.writes, self.timeouts = {}, 0, 0, []
-
-    def key_value_set(self, key, value, allow_overwrite=False):
-        self.writes += 1
-        self.values[key] = value
-
-    def blocking_key_value_get(self, key, timeout_ms):
-        self.reads += 1
-        self.timeouts.append(timeout_ms)
-        if key not in self.values:
-            raise RuntimeError("DEADLINE_EXCEEDED")
-        return self.values[key]
-
-
-@pytest.fixture
-def board(library, monkeypatch):
-    fake = Board()
-    monkeypatch.setattr(_compat, "distributed_client", lambda: fake)
-    library.gpus = 1
-    return fake
-
-
-def publish(board, record):
-    board.values[f"pk_jax/capability/{record.index}"] = record.to_json()
-
-
-def decide_as(index, board):
-    """The decision of one process of two with a GPU each."""
-    client = Client(index, devices=(0,))
-    members = [Device(client, i, process_index=i) for i in range(2)]
-    client.local_devices = lambda: [Device(client, index, index)]
-    client.local_devices()[0].local_hardware_id = 0
-    return _selection.decide("all_gather", jnp.dtype("float32"), [[0, 1]], members), client
-
-
-def test_records_survive_the_store():
-    for records in (machine(2, 2), with_gpu(machine(1, 2), 0, 1, compute_capability=(8, 6))):
-        for record in records:
-            assert Capability.from_json(record.to_json()) == record
-
-
-@pytest.mark.parametrize("problem", [None, "no driver"])
-def test_processes_agree(problem, board, monkeypatch):
-    monkeypatch.setattr(
-        _capability,
-        "describe",
-        lambda client: changed(machine(2, 1), 0, problem=problem)[client.process_index()],
-    )
-    for record in changed(machine(2, 1), 0, problem=problem):
-        publish(board, record)
-    first, _ = decide_as(0, board)
-    second, _ = decide_as(1, board)
-    assert first == second
-    assert first.path == ("cuda" if problem is None else "reference")
-    assert first.reason == ("" if problem is None else "process 0: no driver")
-
-
-def test_a_record_is_published_and_read_once(board):
-    publish(board, machine(2, 1)[1])
-    client = Client(0, devices=(0,))
-    members = [Device(client, 0, 0), Device(client, 1, 1)]
-    for _ in range(3):
-        records = _capability.of_processes(members)
-    assert [record.index for record in records] == [0, 1]
-    assert (board.writes, board.reads) == (1, 1)
-    assert set(board.values) == {"pk_jax/capability/0", "pk_jax/capability/1"}
-    assert Capability.from_json(board.values["pk_jax/capability/0"]) == records[0]
-
-
-def test_a_process_alone_waits_for_nobody(board):
-    client = Client(0, devices=(0,))
-    assert [r.index for r in _capability.of_processes([Device(client, 0, 0)])] == [0]
-    assert (board.writes, board.reads) == (1, 0)  # but others may wait for it
-
-
-def test_a_process_that_says_nothing(board, monkeypatch):
-    monkeypatch.setattr(_capability, "EXCHANGE_TIMEOUT_S", 2)
-    with pytest.raises(RuntimeError, match="process 1 did not say within 2 s what it can do"):
-        decide_as(0, board)
-    assert board.timeouts == [2000]
-
-
-def test_several_processes_without_a_store(library, monkeypatch):
-    monkeypatch.setattr(_compat, "distributed_client", lambda: None)
-    decision, _ = decide_as(0, None)
-    assert decision.path == "reference" and "no jax.distributed store" in decision.reason
-
-
 # What the doctor shows.
 
 
@@ -407,13 +167,6 @@ def test_paths_on_the_cpu():
     assert [row.op for row in rows] == list(_selection.OPS)
     for op, path, reason in rows:
         assert path == "reference" and reason.startswith(op) and "'cpu'" in reason
-
-
-def test_paths_on_gpus(library):
-    client = Client(devices=(0, 1))
-    rows = {row.op: row for row in _selection.paths(client.local_devices())}
-    assert rows["all_gather"] == ("all_gather", "cuda", "")
-    assert rows["psum"][1:] == ("reference", _selection.why_no_kernel("psum"))
 
 
 def test_log_once(caplog, monkeypatch):

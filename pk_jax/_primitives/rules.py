@@ -42,7 +42,9 @@ def _lower(ctx: Any, x: Any, *, rules: Rules, **params: Any) -> Any:
         if tuple(platforms) == ("cuda",):
             groups = _compat.rank_groups(ctx, params["axis_name"], params["axis_index_groups"])
             devices = _compat.mesh_devices(ctx)
-            decision = _selection.decide(rules.op, ctx.avals_in[0].dtype, groups, devices)
+            dtype = ctx.avals_in[0].dtype
+            auto = _compat.auto_axes(ctx)
+            decision = _selection.decide(rules.op, dtype, groups, devices, auto)
             if decision.path == "cuda" and rules.emit_cuda is not None:
                 return rules.emit_cuda(ctx, x, groups, **params)
         else:
