@@ -40,10 +40,9 @@ def audit_elf(path: Path) -> list[str]:
     if re.search(r"\((RPATH|RUNPATH)\)", dynamic):
         problems.append("carries a library search path of the build machine")
     symbols = readelf("--dyn-syms", path)
-    # Data that C++ must share between modules (the type of a nanobind exception) stays visible.
-    functions = re.findall(r" FUNC +\S+ +\S+ +\d+ (\S+)", symbols)
-    if functions != ["PyInit__ffi"]:
-        problems.append(f"exports {functions[:8]} and not just PyInit__ffi")
+    exported = re.findall(r" DEFAULT +\d+ (\S+)", symbols)
+    if exported != ["PyInit__ffi"]:
+        problems.append(f"exports {exported[:8]} and not just PyInit__ffi")
     for name, kind, number in re.findall(r" (\S+?)@+([A-Z]+)_([0-9.]+)", symbols):
         if kind in CEILINGS and tuple(map(int, number.split("."))) > CEILINGS[kind]:
             problems.append(f"needs {name}@{kind}_{number}, past {CEILINGS[kind]}")

@@ -155,7 +155,9 @@ def dev() -> Environment:
     """Sets up the development loop: C++ edits are compiled at the next import."""
     environment = tools()
     environment.once("build", BUILD_REQUIRES)
-    environment.install_editable("editable.rebuild=true", "build-dir=build/dev")
+    environment.install_editable(
+        "editable.rebuild=true", "editable.verbose=false", "build-dir=build/dev"
+    )
     return environment
 
 
