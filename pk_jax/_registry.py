@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from pk_jax import _compat
+from pk_jax import _compat, _errors
 
 # The first jaxlib whose FFI has the Collectives extension that the handlers ask for. An older one
 # would also refuse the library's FFI version, and with it the whole CUDA backend.
@@ -57,6 +57,7 @@ def _register() -> None:
         jax.ffi.register_ffi_type(name, ids, platform="CUDA")
     for name, stages in library.handlers().items():
         jax.ffi.register_ffi_target(name, stages, platform="CUDA")
+    _errors.install(library.last_error)
 
 
 def _dotted(version: tuple[int, ...]) -> str:

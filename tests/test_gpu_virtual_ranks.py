@@ -1,0 +1,127 @@
+"""The kernels' protocols at 2 to 8 ranks, on however few GPUs there are: ranks as streams.
+
+No XLA and no NCCL here: communicators are built over an exchange among threads. Results are
+poisoned before each run, operands are random, and several calls follow each other on one channel
+without a pause, so that a slot reused too early shows as a wrong byte.
+"""
+
+import subprocess
+import sys
+import textwrap
+
+import jax
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.needs_gpus(1)
+
+RANKS = (2, 3, 4, 8)
+PATHS = (("register", "ll"), ("register", "simple"), ("tma", "simple"), ("copy_engine", "simple"))
+# (bytes a rank, rows): whole vectors, odd lengths, rows narrower and wider than a tile.
+SMALL = ((16, 1), (1000, 5), (77, 7), (4096, 1), (65536, 1), (49152, 96), (131072, 2), (6, 3))
+LARGE = ((2_500_016, 1), (6_000_064, 4), (1_500_000, 1500), (300_003, 1), (1_048_576, 65536))
+
+
+@pytest.fixture(scope="module", params=RANKS, ids=lambda n: f"{n} ranks")
+def ranks(request):
+    ffi = pytest.importorskip("pk_jax._ffi")
+    devices = [device.local_hardware_id for device in jax.devices("cuda")]
+    return ffi.VirtualRanks(request.param, devices, 20.0)
+
+
+def _check(ranks, num_bytes, rows, *, calls=4, seed=0, **kwargs):
+    n = ranks.num_ranks
+    operands = np.random.default_rng(seed).integers(0, 256, (calls, n, num_bytes), dtype=np.uint8)
+    results = np.zeros((calls, n, n * num_bytes), np.uint8)
+    ranks.all_gather(operands, results, rows=rows, **kwargs)
+    parts = operands.reshape(calls, n, rows, num_bytes // rows)
+    expected = parts.transpose(0, 2, 1, 3).reshape(calls, 1, n * num_bytes)
+    np.testing.assert_array_equal(results, np.broadcast_to(expected, results.shape))
+    return results
+
+
+def _possible(path, num_bytes, rows):
+    mechanism, protocol = path
+    if mechanism == "tma":
+        return num_bytes // rows % 16 == 0
+    return protocol != "ll" or num_bytes <= 131072
+
+
+@pytest.mark.parametrize("path", PATHS, ids="-".join)
+@pytest.mark.parametrize("size", SMALL + LARGE, ids=str)
+def test_values(ranks, path, size):
+    if not _possible(path, *size):
+        pytest.skip("not a size this path carries")
+    _check(ranks, *size, calls=4 if size in SMALL else 2, mechanism=path[0], protocol=path[1])
+
+
+@pytest.mark.parametrize("path", PATHS, ids="-".join)
+def test_any_number_of_blocks(ranks, path):
+    for blocks in (1, 2, 7):
+        _check(ranks, 98304, 2, mechanism=path[0], protocol=path[1], num_blocks=blocks)
+
+
+@pytest.mark.parametrize("offset", (1, 2, 4, 8))
+@pytest.mark.parametrize("protocol", ("ll", "simple"))
+def test_unaligned_buffers(ranks, protocol, offset):
+    _check(ranks, 24_000, 3, protocol=protocol, offset=offset)
+
+
+def test_paths_share_a_channel(ranks):
+    """Epochs and mailbox halves stay in step when calls of different kinds alternate."""
+    rng = np.random.default_rng(1)
+    for i in range(24):
+        mechanism, protocol = PATHS[rng.integers(3)]
+        blocks = int(rng.integers(0, 5))
+        _check(
+            ranks,
+            16 * int(rng.integers(1, 4096)),
+            1,
+            calls=3,
+            seed=i,
+            mechanism=mechanism,
+            protocol=protocol,
+            num_blocks=blocks,
+            channel=3,
+        )
+
+
+def test_many_chunks_through_few_slots(ranks):
+    """More chunks than landing slots: each slot is emptied and filled again within a call."""
+    _check(ranks, 24 << 20, 1, calls=2, mechanism="copy_engine")
+
+
+def test_reruns_are_equal(ranks):
+    first = _check(ranks, 65536, 4, calls=2, protocol="simple")
+    again = _check(ranks, 65536, 4, calls=2, protocol="simple")
+    np.testing.assert_array_equal(first, again)
+
+
+@pytest.mark.parametrize("path", PATHS, ids="-".join)
+def test_an_absent_rank_is_named(path):
+    """A rank that never comes ends the others with op, rank, peer and slot within the limit.
+
+    In a process of its own: the trap costs the CUDA context.
+    """
+    program = f"""
+        import time
+        import numpy as np
+        from pk_jax import _ffi
+        ranks = _ffi.VirtualRanks(3, [0], 2.0)
+        operands = np.ones((1, 3, 4096), np.uint8)
+        results = np.zeros((1, 3, 3 * 4096), np.uint8)
+        start = time.monotonic()
+        try:
+            ranks.all_gather(
+                operands, results, mechanism={path[0]!r}, protocol={path[1]!r}, absent=[1]
+            )
+        except RuntimeError as error:
+            print(f"{{time.monotonic() - start:.1f}} {{error}}")
+            assert _ffi.last_error() == str(error)
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60
+    )
+    seconds, _, text = run.stdout.partition(" ")
+    assert "all_gather on rank" in text and "for rank 1" in text, run.stdout + run.stderr
+    assert 2.0 <= float(seconds) < 10.0
