@@ -1,0 +1,86 @@
+"""The examples run as users run them; their own arithmetic of comparing is right."""
+
+import importlib
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """Imports a module of the examples' folder."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module
+
+
+def test_train_lm_trains_compares_and_draws(tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    command = [sys.executable, "-W", "error", EXAMPLES / "train_lm.py", "--cpu", "--mesh", "2x2"]
+    command += ["--steps", "8", "--batch", "4", "--seq", "32", "--out", "charts/curve.png"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = {line.split()[0]: line for line in done.stdout.splitlines() if line[:1].strip()}
+    assert lines["agreement"].endswith("(within rounding)")
+    assert "bits per byte" in lines["held-out"]
+    assert "2 data x 2 model" in lines["mesh"]
+    assert (tmp_path / "charts/curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_losses_that_differ_are_told_apart(example):
+    compare = example("train_lm").compare
+    losses = np.linspace(7, 3, 50)
+    assert compare(losses, losses, "float32")[0]
+    late, early, missing = losses.copy(), losses.copy(), losses.copy()
+    late[40] += 1e-3  # rounding, amplified by 40 steps
+    early[1] += 1e-3  # too much for a first step
+    missing[40] = np.nan
+    assert compare(losses, late, "float32")[0]
+    for other in (early, missing):
+        same, sentence = compare(losses, other, "float32")
+        assert not same
+        assert sentence.endswith("(BEYOND rounding)")
+
+
+def test_a_mesh_that_does_not_divide_the_model_is_refused(example):
+    train_lm = example("train_lm")
+    device = SimpleNamespace(platform="cpu")
+    mesh = SimpleNamespace(
+        shape={"data": 3, "model": 1}, devices=np.array([[device]] * 3, dtype=object)
+    )
+    args = train_lm.parse_arguments(["--batch", "16"])
+    with pytest.raises(SystemExit, match=r"--batch, 16, is not divisible by 3"):
+        train_lm.make_setup(args, mesh)
+
+
+def test_byte_frequencies(example):
+    text = np.frombuffer(b"abcd" * 10_000, np.uint8)
+    assert example("_text").byte_frequency_bits(text, text[:100]) == pytest.approx(2, abs=0.02)
+
+
+def test_held_out_files_are_not_trained_on(example):
+    text, unseen = example("_text").load_text()
+    assert 20 * unseen.size > text.size / 2
+    assert text.size > 1e6
+    assert unseen[:2000].tobytes() not in text.tobytes()
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress(example, terminal):
+    stream = io.StringIO()
+    stream.isatty = lambda: terminal
+    progress = example("_report").Progress("run", 40, stream)
+    for step in range(1, 41):
+        progress.show(step, 2.5)
+    progress.finish("done")
+    assert stream.getvalue().count("\n") == (1 if terminal else 11)
+    assert stream.getvalue().endswith("run        done\n")
