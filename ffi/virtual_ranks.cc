@@ -148,12 +148,12 @@ std::string VirtualRanks::all_gather(const uint8_t* operands, uint8_t* results, 
     }
     check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   }
-  for (int call = 0; call < calls; ++call) {
-    for (int r = 0; r < num_ranks(); ++r) {
-      if (std::find(absent.begin(), absent.end(), r) != absent.end()) continue;
-      Rank& rank = ranks_[r];
-      Communicator& communicator = *rank.communicator;
-      check(cudaSetDevice(rank.device), "cudaSetDevice");
+  // A thread a rank, as XLA does it: no rank's launches wait for another's.
+  on_every_rank([&](Exchange& exchange, Rank& rank) {
+    const int r = exchange.rank();
+    if (std::find(absent.begin(), absent.end(), r) != absent.end()) return;
+    Communicator& communicator = *rank.communicator;
+    for (int call = 0; call < calls; ++call) {
       AllGatherArgs args{};
       args.source = source(r, call);
       args.result = output(r, call);
@@ -172,7 +172,7 @@ std::string VirtualRanks::all_gather(const uint8_t* operands, uint8_t* results, 
               "launch");
       }
     }
-  }
+  });
   for (Rank& rank : ranks_) {
     check(cudaSetDevice(rank.device), "cudaSetDevice");
     if (cudaStreamSynchronize(rank.stream) != cudaSuccess)
