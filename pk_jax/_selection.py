@@ -167,8 +167,8 @@ def why_platform(op: str, *platforms: str) -> str:
 def why_auto_axes(axes: Sequence[Any]) -> str:
     """What to say of an op inside a shard_map that leaves mesh axes to XLA."""
     return (
-        f"the mesh axes {tuple(axes)} are not manual here, and XLA would replicate the operand over "
-        "them before a custom call; add them to the axis_names of jax.shard_map"
+        f"the mesh axes {tuple(axes)} are not manual here, and XLA would replicate the operand "
+        "over them before a custom call; add them to the axis_names of jax.shard_map"
     )
 
 

@@ -16,8 +16,8 @@ os.environ["XLA_FLAGS"] = (
 if not REQUIRED_GPUS:
     os.environ["JAX_PLATFORMS"] = "cpu"
 else:
-    # Room on the card for the jobs that tests start beside this process, and a hardware queue for each
-    # of the many streams that stand for ranks.
+    # Room on the card for the jobs that tests start beside this process, and a hardware queue for
+    # each of the many streams that stand for ranks.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 

@@ -87,7 +87,7 @@ def test_gradients_to_second_order(name, check_vma, mapped):
 
     for order in (jax.grad, lambda g: jax.grad(lambda x: jnp.sum(jnp.sin(jax.grad(g)(x))))):
         got = jax.jit(order(weighted(f, weights)))(x)
-        want = order(weighted(model, weights))(x)
+        want = jax.jit(order(weighted(model, weights)))(x)
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
