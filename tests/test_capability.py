@@ -144,6 +144,8 @@ def test_registration(library, monkeypatch):
     registered = []
     library.types = lambda: {"State": "ids"}
     library.handlers = lambda: {"pk_jax_all_gather": {"execute": "capsule"}}
+    library.last_error = lambda: None
+    monkeypatch.setattr(_registry._errors, "install", lambda *_: None)
     for name in ("register_ffi_type", "register_ffi_target"):
         monkeypatch.setattr(jax.ffi, name, lambda *args, **kw: registered.append((*args, kw)))
     _registry._register()
