@@ -50,12 +50,15 @@ wheel: tools ## dist/*.whl with all kernels for sm_90a; every header compiled al
 audit: tools ## what the built wheel contains and links
 	.venv/bin/python scripts/audit_wheel.py dist/*.whl
 
+# -S: an editable install in .venv would come before PYTHONPATH.
 pure: tools ## the wheel without compiled code builds and imports
 	rm -rf build/pure
 	PIP_NO_COMPILE=1 PK_JAX_PURE_PYTHON=1 .venv/bin/python -m pip wheel -q --no-deps -w build/pure .
 	.venv/bin/python scripts/audit_wheel.py --pure build/pure/*.whl
 	.venv/bin/python -m pip install -q --no-deps --target build/pure/site build/pure/*.whl
-	cd build/pure && PYTHONPATH=site JAX_PLATFORMS=cpu ../../.venv/bin/python -W error -c "import pk_jax; print(pk_jax.__file__)"
+	cd build/pure && packages=$$(../../.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	PYTHONPATH="site:$$packages" JAX_PLATFORMS=cpu ../../.venv/bin/python -S -W error \
+		-c "import pk_jax; print(pk_jax.__file__); assert 'build/pure/site' in pk_jax.__file__"
 
 test-oldest: ## pytest on the built wheel, oldest supported jax
 	@$(SETUP) test oldest dist/*.whl jax==0.11.2 jaxlib==0.11.2) && $(PYTEST)

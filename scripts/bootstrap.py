@@ -16,6 +16,7 @@ import datetime
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -251,4 +252,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"bootstrap: this failed: {shlex.join(map(str, error.cmd))}")
