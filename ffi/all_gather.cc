@@ -72,6 +72,7 @@ ffi::Error execute(AllGatherSite* site, cudaStream_t stream, int32_t device, ffi
                    ffi::Result<ffi::AnyBuffer> result) {
   return guarded("all_gather", [&] {
     Communicator& communicator = site->communicator(device);
+    communicator.count_launch();
     const int64_t bytes = static_cast<int64_t>(operand.size_bytes());
     if (bytes == 0 || bytes % site->rows != 0 ||
         static_cast<int64_t>(result->size_bytes()) != bytes * communicator.num_ranks()) {

@@ -163,8 +163,8 @@ std::vector<CommunicatorInfo> communicators() {
   std::shared_lock lock(process().mutex);
   std::vector<CommunicatorInfo> all;
   for (const auto& [key, c] : process().communicators) {
-    all.push_back(
-        {c->device(), c->rank(), c->num_ranks(), c->num_processes(), c->workspace_bytes()});
+    all.push_back({c->device(), c->rank(), c->num_ranks(), c->num_processes(), c->workspace_bytes(),
+                   c->launches()});
   }
   return all;
 }

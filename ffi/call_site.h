@@ -65,6 +65,7 @@ xla::ffi::Error initialize(CallSite& site, cudaStream_t stream, int device,
 struct CommunicatorInfo {
   int device, rank, num_ranks, num_processes;
   size_t workspace_bytes;
+  uint64_t launches;
 };
 std::vector<CommunicatorInfo> communicators();
 

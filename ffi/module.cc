@@ -110,6 +110,7 @@ nb::list communicators() {
     one["num_ranks"] = info.num_ranks;
     one["num_processes"] = info.num_processes;
     one["workspace_bytes"] = info.workspace_bytes;
+    one["launches"] = info.launches;
     all.append(one);
   }
   return all;

@@ -41,13 +41,10 @@ def _num_gpus() -> int:
         return 0
 
 
-@pytest.fixture(autouse=True)
-def _devices(request):
-    """Skips or fails a GPU test without its GPUs; keeps the others on the CPU."""
-    marker = request.node.get_closest_marker("needs_gpus")
+def pytest_runtest_setup(item):
+    """Skips or fails a GPU test without its GPUs, before any fixture looks for them."""
+    marker = item.get_closest_marker("needs_gpus")
     if marker is None:
-        with jax.default_device(jax.devices("cpu")[0]):
-            yield
         return
     (needed,) = marker.args
     if (found := _num_gpus()) < needed:
@@ -55,7 +52,16 @@ def _devices(request):
         if needed <= REQUIRED_GPUS:
             pytest.fail(f"{message} (PK_JAX_REQUIRE_GPUS={REQUIRED_GPUS})")
         pytest.skip(message)
-    yield
+
+
+@pytest.fixture(autouse=True)
+def _on_cpu(request):
+    """Keeps a test that asks for no GPU on the CPU."""
+    if request.node.get_closest_marker("needs_gpus") is not None:
+        yield
+        return
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
 
 
 @pytest.fixture

@@ -1,10 +1,8 @@
 // The part goes to every peer's landing buffer by DMA; kDrainBlocks blocks take arrived chunks to
-// their place in the result, and one more DMA copy takes the own part there. All three run at the
-// same time.
+// their place in the result, and copy the own part there while they wait.
 //
-//   stream         ──fork──┬─ drain: chunk 0 of each peer, chunk 1, ...       ──┬─join─ end
-//   kOwn             ──────┼─ own part -> own result                            ┤
-//   copies and flags ──────┴─ push chunk 0, 1, ... (mechanism/copy_engine.h)  ──┘
+//   stream            ──fork──┬─ drain: own chunk 0, chunk 0 of each peer, own chunk 1, ... ─┬─join
+//   copies and flags        ──┴─ push chunk 0, 1, ... (mechanism/copy_engine.h) ─────────────┘
 //
 // Entry: a chunk is pushed only into a slot that the peer has emptied, so into memory the peer is
 // not using. Exit: the drain has read every chunk of every peer, and the join has waited for every
@@ -20,6 +18,23 @@ namespace {
 constexpr int kDrainThreads = 512;
 constexpr uint32_t kDrainTileBytes = 32 << 10;
 
+// This block's share of a chunk of `source_rank`'s part, to its place in the result.
+template <typename Vector>
+__device__ __forceinline__ void place_chunk(const AllGatherArgs& args, const CommView& comm,
+                                            char* const* address, int source_rank, const char* from,
+                                            const RowTile& chunk) {
+  const PeerTensor result{address, comm.num_ranks, comm.num_ranks * args.inner,
+                          source_rank * args.inner};
+  const RowTiles tiles = RowTiles::make(chunk.num_rows, chunk.num_cols, kDrainTileBytes);
+  for (int64_t t = blockIdx.x; t < tiles.num_tiles; t += gridDim.x) {
+    RowTile tile = tiles.tile(t);
+    const char* source = from + tile.row * tiles.inner + tile.col;
+    tile.row += chunk.row;
+    tile.col += chunk.col;
+    reg::store_tile<Vector>(result, source, tile, comm.rank, 1);
+  }
+}
+
 template <typename Vector>
 __global__ void __launch_bounds__(kDrainThreads, 1)
     drain(const __grid_constant__ CommView comm, const __grid_constant__ AllGatherArgs args,
@@ -31,26 +46,21 @@ __global__ void __launch_bounds__(kDrainThreads, 1)
   const RowTiles chunks = chunk_walk(args.rows, args.inner);
   for (int64_t c = 0; c < chunks.num_tiles; ++c) {
     const RowTile chunk = chunks.tile(c);
-    const RowTiles tiles = RowTiles::make(chunk.num_rows, chunk.num_cols, kDrainTileBytes);
+    const char* own = args.source + chunk.row * args.inner + chunk.col;
+    place_chunk<Vector>(args, comm, address, comm.rank, own, chunk);  // while chunk c is under way
     for (int k = 1; k < comm.num_ranks; ++k) {
       const int peer = (comm.rank + k) % comm.num_ranks;
       wait_landed(waiter, peer, first_chunk, c);
-      const PeerTensor result{address, comm.num_ranks, comm.num_ranks * args.inner,
-                              peer * args.inner};
-      for (int64_t t = blockIdx.x; t < tiles.num_tiles; t += gridDim.x) {
-        RowTile tile = tiles.tile(t);
-        const char* from = landing.slot(comm.rank, peer, c) + tile.row * tiles.inner + tile.col;
-        tile.row += chunk.row;
-        tile.col += chunk.col;
-        reg::store_tile<Vector>(result, from, tile, comm.rank, 1);
-      }
-      report_taken(waiter, peer, 1);
+      place_chunk<Vector>(args, comm, address, peer, landing.slot(comm.rank, peer, c), chunk);
+      report_taken(waiter, peer, c);
     }
   }
-  const uint32_t padding =
-      static_cast<uint32_t>(padded_chunks(chunks.num_tiles) - chunks.num_tiles);
-  for (int k = 1; k < comm.num_ranks; ++k)
-    report_taken(waiter, (comm.rank + k) % comm.num_ranks, padding);
+  // Every call accounts for whole rounds of the ring, so that a chunk's slot is known beforehand.
+  for (int64_t c = chunks.num_tiles; c < padded_chunks(chunks.num_tiles); ++c) {
+    for (int k = 1; k < comm.num_ranks; ++k) {
+      report_taken(waiter, (comm.rank + k) % comm.num_ranks, c);
+    }
+  }
 }
 
 }  // namespace
@@ -64,12 +74,6 @@ cudaError_t launch_all_gather_copy_engine(const CommView& comm, const AllGatherA
   if (cudaError_t error =
           push_chunks(comm, Op::kAllGather, args.channel, engine, landing, args.source, chunks))
     return error;
-  if (cudaError_t error =
-          cudaMemcpy2DAsync(args.result + comm.rank * args.inner, comm.num_ranks * args.inner,
-                            args.source, args.inner, args.inner, args.rows,
-                            cudaMemcpyDeviceToDevice, engine.stream[CopyEngine::kOwn])) {
-    return error;
-  }
   const cudaError_t drained =
       by_granule(granule(args.source, args.result, args.inner, 16), [&](auto vector) {
         drain<decltype(vector)><<<kDrainBlocks, kDrainThreads, 0, stream>>>(comm, args, landing);

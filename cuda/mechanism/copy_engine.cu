@@ -13,14 +13,14 @@ __global__ void announce(const __grid_constant__ CommView comm, int channel_inde
   ptx::st_release_sys(landed, first + static_cast<uint32_t>(chunk) + 1);
 }
 
-// Waits until the slot of `chunk` is free: it held chunk - kLandingSlots of this call or of an
-// earlier one, and all drain blocks of the peer have left it.
+// Waits until the slot of `chunk` is free: every drain block of the peer has left the chunks that
+// the slot held before, one a round of the ring, in this call or earlier ones.
 __global__ void await_credit(const __grid_constant__ CommView comm, Op op, int channel_index,
                              int peer, int64_t chunk) {
   const Channel& channel = signal_page(comm, comm.rank).channels[channel_index];
-  const uint32_t expected =
-      (channel.chunks + static_cast<uint32_t>(chunk) + 1 - kLandingSlots) * kDrainBlocks;
-  wait_signal({comm, op, channel_index}, Slot::kTaken, peer, &channel.taken[peer], expected);
+  const uint32_t rounds = (channel.chunks + static_cast<uint32_t>(chunk)) / kLandingSlots;
+  wait_signal({comm, op, channel_index}, Slot::kTaken, peer,
+              &channel.taken[peer][chunk % kLandingSlots], rounds * kDrainBlocks);
 }
 
 __global__ void end_chunks(const __grid_constant__ CommView comm, int channel_index,

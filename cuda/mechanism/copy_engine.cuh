@@ -20,16 +20,15 @@ __device__ __forceinline__ void wait_landed(const Waiter& waiter, int peer, uint
   __syncthreads();
 }
 
-// All threads of a block: this block has read its share of `chunks` chunks of `peer` and will not
-// look again.
-__device__ __forceinline__ void report_taken(const Waiter& waiter, int peer, uint32_t chunks) {
+// All threads of a block: this block has read its share of the chunk and will not look again.
+__device__ __forceinline__ void report_taken(const Waiter& waiter, int peer, int64_t chunk) {
   const CommView& comm = waiter.comm;
   __syncthreads();
   if (threadIdx.x == 0) {
-    // Release of the block's reads; pairs with the acquire of Slot::kTaken in await_credit on the
-    // peer (copy_engine.cu).
-    ptx::red_add_release_sys(&signal_page(comm, peer).channels[waiter.channel].taken[comm.rank],
-                             chunks);
+    // Release of the block's reads; pairs with the acquire in await_credit on the peer
+    // (copy_engine.cu).
+    auto& taken = signal_page(comm, peer).channels[waiter.channel].taken[comm.rank];
+    ptx::red_add_release_sys(&taken[chunk % kLandingSlots], 1);
   }
 }
 

@@ -9,6 +9,7 @@
 #include <cuda_runtime_api.h>
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -39,6 +40,10 @@ class Communicator {
   int num_processes() const { return num_processes_; }
   size_t workspace_bytes() const;
 
+  // Launches asked of this process: replays of a captured graph are not among them.
+  void count_launch() { launches_.fetch_add(1, std::memory_order_relaxed); }
+  uint64_t launches() const { return launches_.load(std::memory_order_relaxed); }
+
   // True if the ops of `channel` can run; otherwise prepare_channel must be called first.
   bool has_channel(int channel, bool needs_landing) const;
   // Collective. Grows the workspace; waits for `stream`.
@@ -58,6 +63,7 @@ class Communicator {
   int device_;
   int num_sms_ = 0;
   int num_processes_ = 1;
+  std::atomic<uint64_t> launches_{0};
   std::vector<Placement> placements_;
   CommView view_{};
   std::unique_ptr<SymmetricRegion> region_;  // signal page, then mailboxes

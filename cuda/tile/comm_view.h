@@ -53,9 +53,9 @@ struct alignas(128) Channel {
   // Copy-engine path. [peer][slot]: number of the last chunk the peer has put into that slot of
   // this rank's landing buffer.
   alignas(128) uint32_t landed[kMaxRanks][kLandingSlots];
-  // [peer]: how often a block of the peer has emptied its share of a chunk of ours (kDrainBlocks
-  // times a chunk).
-  alignas(128) uint32_t taken[kMaxRanks];
+  // [peer][slot]: how often a block of the peer has emptied its share of that slot; kDrainBlocks
+  // times a chunk. A count a slot, since blocks may be a whole ring of slots apart.
+  alignas(128) uint32_t taken[kMaxRanks][kLandingSlots];
 };
 
 struct SignalPage {
