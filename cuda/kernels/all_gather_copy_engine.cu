@@ -41,6 +41,7 @@ __global__ void __launch_bounds__(kDrainThreads, 1)
           const __grid_constant__ Landing landing) {
   __shared__ char* address[kMaxRanks];
   if (threadIdx.x == 0) address[comm.rank] = args.result;
+  __syncthreads();
   const Waiter waiter{comm, Op::kAllGather, args.channel};
   const uint32_t first_chunk = signal_page(comm, comm.rank).channels[args.channel].chunks;
   const RowTiles chunks = chunk_walk(args.rows, args.inner);

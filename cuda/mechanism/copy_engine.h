@@ -38,13 +38,7 @@ class CopyEngine {
   // False if a stream or an event could not be made.
   bool ok() const { return ok_; }
 
-  enum Stream {
-    kCopies,
-    kCredit,
-    kAnnounce,
-    kOwn,
-    kNumStreams
-  };  // kOwn: for the copy within this GPU
+  enum Stream { kCopies, kCredit, kAnnounce, kNumStreams };
   std::array<cudaStream_t, kNumStreams> stream{};
   std::array<cudaEvent_t, kNumStreams> event{};  // the last thing recorded on each stream
   cudaEvent_t fork = nullptr;
