@@ -11,5 +11,6 @@ from pk_jax.collectives import psum_scatter as psum_scatter
 from pk_jax.collectives import ragged_all_to_all as ragged_all_to_all
 from pk_jax.config import Config as Config
 from pk_jax.config import use_config as use_config
+from pk_jax.doctor import report as doctor  # noqa: F401  (hides the module of that name, on purpose)
 
 __version__ = "0.1.0"

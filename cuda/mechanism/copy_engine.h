@@ -62,11 +62,13 @@ PK_HOST_DEVICE inline int64_t padded_chunks(int64_t chunks) {
   return (chunks + kLandingSlots - 1) / kLandingSlots * kLandingSlots;
 }
 
-// The chunks of a packed source: small enough that emptying the last one does not show, large
-// enough for the DMA engines.
+// The chunks of a packed source: about 16, so that emptying the last one shows little; never so
+// small that the DMA engines are slow. Mirrored by pk_jax/_tuning/cost_model.py.
 PK_HOST_DEVICE inline RowTiles chunk_walk(int64_t rows, int64_t inner) {
-  int64_t bytes = kChunkBytes;
-  while (bytes > (1 << 20) && bytes > rows * inner / 16) bytes /= 2;
+  constexpr int64_t kGrain = 64 << 10;
+  const int64_t sixteenth = (rows * inner / 16 + kGrain - 1) / kGrain * kGrain;
+  const int64_t most = kChunkBytes, least = 1 << 20;
+  const int64_t bytes = sixteenth < least ? least : sixteenth > most ? most : sixteenth;
   return RowTiles::make(rows, inner, static_cast<uint32_t>(bytes));
 }
 

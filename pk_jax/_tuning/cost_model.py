@@ -11,9 +11,17 @@ from collections.abc import Iterator
 
 from pk_jax._tuning.hardware import Curve, Hardware
 
-# Block counts to consider. They leave most of the chip to other kernels, which may hold SMs for
-# long; the last few per cent of the link are not worth all of it.
-_BLOCKS = (1, 2, 4, 8, 16, 32)
+# Block counts to consider, besides one for each SM. Few where few do: equal times go to the fewest.
+_BLOCKS = (1, 2, 4, 8, 16, 64)
+
+# Trips over the link that nothing hides. Low latency: data and its arrival are one word. Simple:
+# the invitation before the data, then the acknowledgement of the last write, and its announcement.
+_LL_TRIPS = 1
+_SIMPLE_TRIPS = 3
+
+# How the copy-engine path cuts a part into chunks.
+_CHUNKS = 16
+_CHUNK_BYTES = (1 << 20, 16 << 20)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +32,8 @@ class Choice:
         mechanism: "register", "tma" or "copy_engine".
         protocol: "ll" (each word carries its epoch) or "simple" (into the peer's result after an
             address handshake).
-        num_blocks: blocks that move data; 0 for the copy engine.
+        num_blocks: blocks that move data; 0 for the copy engine, and for ll where the kernel has a
+            thread a word.
         seconds: predicted time of one call.
     """
 
@@ -50,8 +59,7 @@ def all_gather_candidates(
         inner_bytes: contiguous bytes of the operand in the result: what bulk copies must divide.
         num_blocks: how many blocks move data; None considers several numbers.
     """
-    blocks = _BLOCKS if num_blocks is None else (num_blocks,)
-    choices = list(_stores(hardware, bytes_per_rank, num_ranks, inner_bytes, blocks))
+    choices = list(_stores(hardware, bytes_per_rank, num_ranks, inner_bytes, num_blocks))
     if num_blocks is None:
         choices.append(_copies(hardware, bytes_per_rank, num_ranks))
     return sorted(choices, key=lambda choice: (choice.seconds, choice.num_blocks))
@@ -87,30 +95,36 @@ def _stores(
     bytes_per_rank: int,
     num_ranks: int,
     inner_bytes: int,
-    block_counts: tuple[int, ...],
+    num_blocks: int | None,
 ) -> Iterator[Choice]:
     """The candidates in which SMs move the data."""
     received = bytes_per_rank * (num_ranks - 1)
     if bytes_per_rank <= hardware.ll_max_bytes:
-        # Data and its arrival are one word: one hop, nothing before it and nothing after.
-        for blocks in block_counts:
-            rate = min(hardware.ll_bandwidth, _rate(hardware, "register", blocks) / 2)
-            seconds = _seconds(hardware, bytes_per_rank, num_ranks, received / rate, 1, blocks)
-            yield Choice("register", "ll", blocks, seconds)
+        # By default a thread sends one word, and the blocks together as fast as the link takes it.
+        rate = hardware.ll_bandwidth
+        if num_blocks is not None:
+            rate = min(rate, _rate(hardware, "register", num_blocks) / 2)
+        link = received / rate
+        seconds = _seconds(hardware, bytes_per_rank, num_ranks, link, _LL_TRIPS, num_blocks or 0)
+        yield Choice("register", "ll", num_blocks or 0, seconds)
+    block_counts = (*_BLOCKS, hardware.num_sms) if num_blocks is None else (num_blocks,)
     for mechanism in ("register", "tma"):
         if mechanism == "tma" and inner_bytes % hardware.tma_alignment:
             continue
         for blocks in block_counts:
             link = received / _rate(hardware, mechanism, blocks)
-            seconds = _seconds(hardware, bytes_per_rank, num_ranks, link, 2, blocks)
+            seconds = _seconds(hardware, bytes_per_rank, num_ranks, link, _SIMPLE_TRIPS, blocks)
             yield Choice(mechanism, "simple", blocks, seconds)
 
 
 def _copies(hardware: Hardware, bytes_per_rank: int, num_ranks: int) -> Choice:
-    """The candidate in which copy engines move the data."""
-    link = (num_ranks - 1) * _copy_seconds(hardware.copy_engine_bandwidth, bytes_per_rank)
-    seconds = _seconds(hardware, bytes_per_rank, num_ranks, link, 2, 0)
-    return Choice("copy_engine", "simple", 0, seconds)
+    """The candidate in which copy engines move the data, chunk after chunk."""
+    # The walk of cuda/mechanism/copy_engine.h, without its rounding.
+    chunk = min(max(bytes_per_rank / _CHUNKS, _CHUNK_BYTES[0]), _CHUNK_BYTES[1])
+    one = _copy_seconds(hardware.copy_engine_bandwidth, chunk) + hardware.copy_overhead
+    pushes = (num_ranks - 1) * max(bytes_per_rank / chunk, 1.0)
+    seconds = _seconds(hardware, bytes_per_rank, num_ranks, pushes * one, _SIMPLE_TRIPS, 0)
+    return Choice("copy_engine", "simple", 0, seconds + hardware.copy_setup)
 
 
 def _seconds(
@@ -118,18 +132,14 @@ def _seconds(
     bytes_per_rank: int,
     num_ranks: int,
     link: float,
-    hops: int,
+    trips: int,
     blocks: int,
 ) -> float:
-    """The slower of link and HBM, after what nothing hides: launch, blocks, flags.
-
-    The simple protocol has two hops: addresses before the data, and after it the news that it is
-    there.
-    """
+    """The slower of link and HBM, after what nothing hides: launch, blocks, trips."""
     # Own and remote shards alike are read once and written once on some GPU.
     local = 2 * bytes_per_rank * num_ranks / hardware.hbm_bandwidth
     fixed = hardware.launch_overhead + blocks * hardware.block_overhead
-    return fixed + hops * hardware.flag_latency + max(link, local)
+    return fixed + trips * hardware.flag_latency + max(link, local)
 
 
 def _rate(hardware: Hardware, mechanism: str, blocks: int) -> float:
@@ -144,7 +154,7 @@ def _rate(hardware: Hardware, mechanism: str, blocks: int) -> float:
     return y0 + (y1 - y0) * (blocks - x0) / (x1 - x0)
 
 
-def _copy_seconds(curve: Curve, num_bytes: int) -> float:
+def _copy_seconds(curve: Curve, num_bytes: float) -> float:
     """Time of one copy: linear between the measured points in time, not in rate.
 
     So a longer copy never takes less time; below the first point the time is the latency that the

@@ -25,7 +25,8 @@ class Hardware:
         link_bandwidth: the fastest any mechanism has moved bytes to a peer, one direction.
         flag_latency: seconds from a release on one GPU to the acquire on another.
         launch_overhead: host cost of one call captured in a CUDA graph.
-        store_bandwidth: mechanism -> bytes per second by number of blocks, idle chip.
+        store_bandwidth: mechanism -> bytes per second by number of blocks, idle chip, both
+            directions at once.
         loaded_store_bandwidth: the same beside a chip-filling GEMM.
         copy_engine_bandwidth: bytes per second by bytes of one copy, idle chip.
         loaded_copy_engine_bandwidth: the same beside a chip-filling GEMM.
@@ -34,6 +35,8 @@ class Hardware:
         ll_bandwidth: bytes of payload per second by the ll protocol (half of the words is epoch).
         tma_alignment: bulk copies move multiples of this many bytes.
         block_overhead: seconds that a further block adds to a call (its launch and its flag).
+        copy_overhead: seconds between one copy and the next, flags included.
+        copy_setup: seconds of a copy-engine call beyond its copies: forks, joins, the last drain.
     """
 
     device_kind: str
@@ -50,6 +53,8 @@ class Hardware:
     ll_bandwidth: float
     tma_alignment: int
     block_overhead: float
+    copy_overhead: float
+    copy_setup: float
 
 
 H200 = Hardware(
@@ -61,22 +66,21 @@ H200 = Hardware(
     launch_overhead=2.4e-6,
     store_bandwidth={
         "register": (
-            (1, 45e9),
-            (2, 91e9),
-            (4, 181e9),
-            (8, 347e9),
-            (16, 350e9),
-            (32, 353e9),
-            (132, 368e9),
+            (1, 25e9),
+            (2, 50e9),
+            (4, 91e9),
+            (8, 180e9),
+            (16, 341e9),
+            (64, 344e9),
+            (132, 356e9),
         ),
         "tma": (
-            (1, 50e9),
-            (2, 101e9),
-            (4, 202e9),
-            (8, 350e9),
-            (16, 355e9),
-            (32, 359e9),
-            (132, 370e9),
+            (1, 23e9),
+            (8, 187e9),
+            (16, 306e9),
+            (32, 321e9),
+            (64, 347e9),
+            (132, 360e9),
         ),
     },
     loaded_store_bandwidth={
@@ -100,14 +104,17 @@ H200 = Hardware(
     ll_bandwidth=175e9,
     tma_alignment=16,
     block_overhead=10e-9,
+    copy_overhead=4e-6,
+    copy_setup=15e-6,
 )
 """Two H200 (141 GB) joined by NV18, driver 580.159, CUDA 13.0, measured 2026-11.
 
-Stores and copies: one direction, 1 GiB, idle chip; the register curve is made non-decreasing
-between 8 and 16 blocks, where two readings (350, 347) differ by less than their spread. Flags:
-half of a 2.44 us round trip by st.release.sys and ld.acquire.sys. Launch: an empty kernel with the
+Stores: all_gather of 256 MiB a rank itself (1 MiB up to 8 blocks), both GPUs sending; the one-block
+tma point is an eighth of the eight-block one. Copies: one direction, idle chip. Flags: half of a
+2.44 us round trip by st.release.sys and ld.acquire.sys. Launch: an empty kernel with the
 command-buffer trait in a chain of 60. Loaded: both GPUs run a bf16 GEMM that fills the chip.
-ll_bandwidth is half of the register rate. hbm_bandwidth is the data sheet's. block_overhead is not
+ll_bandwidth is half of the register rate. hbm_bandwidth is the data sheet's. copy_overhead and
+copy_setup are fitted to all_gather by copy engine at 2 MiB to 1 GiB. block_overhead is not
 measured: it is small enough to matter only where the message is.
 """
 
