@@ -138,7 +138,7 @@ def provenance(commit_override: str | None = None) -> dict[str, str | None]:
     """date, gpu, driver, cuda, jax and commit of this run."""
     import jax
 
-    from pk_jax.doctor import library_versions
+    from pk_jax._doctor import library_versions
 
     versions = library_versions()
     return {

@@ -1,5 +1,6 @@
 """pk_jax: multi-GPU collectives for JAX that treat a peer's memory as one more memory level."""
 
+from pk_jax._doctor import report as doctor
 from pk_jax.collectives import all_gather as all_gather
 from pk_jax.collectives import all_to_all as all_to_all
 from pk_jax.collectives import pmax as pmax
@@ -11,6 +12,5 @@ from pk_jax.collectives import psum_scatter as psum_scatter
 from pk_jax.collectives import ragged_all_to_all as ragged_all_to_all
 from pk_jax.config import Config as Config
 from pk_jax.config import use_config as use_config
-from pk_jax.doctor import report as doctor  # noqa: F401  (hides the module of that name, on purpose)
 
 __version__ = "0.1.0"

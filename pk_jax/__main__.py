@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from pk_jax.doctor import render, report_in_child
+from pk_jax._doctor import render, report_in_child
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,6 +1,5 @@
 """The doctor answers on any machine, in text and in JSON, and cannot be made to wait for ever."""
 
-import importlib
 import itertools
 import json
 
@@ -8,10 +7,10 @@ import jax
 import pytest
 
 from pk_jax import __main__ as command_line
-from pk_jax import _registry, _selection
 
 # The module: the package has a function of this name.
-doctor = importlib.import_module("pk_jax.doctor")
+from pk_jax import _doctor as doctor
+from pk_jax import _registry, _selection
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ _VARIABLES = re.compile(
 _DIRECT = "peers map it, so kernels read and write XLA's buffers without staging"
 _CHILD = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from pk_jax.doctor import child_main; child_main()"
+    "from pk_jax._doctor import child_main; child_main()"
 )
 
 
