@@ -1,6 +1,6 @@
 """What this machine can do, and which path each op takes on it and why.
 
-`report` asks JAX for its devices, as any JAX program does, so it starts a backend if none is there
+`doctor` asks JAX for its devices, as any JAX program does, so it starts a backend if none is there
 yet; it joins no job and runs no kernel. The command line runs it in a process of its own with a
 time limit, because a GPU driver in a bad state can leave that question unanswered for ever.
 """
@@ -35,7 +35,7 @@ _CHILD = (
 )
 
 
-def report(query_devices: bool = True) -> dict[str, Any]:
+def doctor(query_devices: bool = True) -> dict[str, Any]:
     """What the command line prints, as data that JSON can hold.
 
     Args:
@@ -54,7 +54,7 @@ def report(query_devices: bool = True) -> dict[str, Any]:
 
 
 def report_in_child(timeout_s: float) -> dict[str, Any]:
-    """`report` in a process of its own; without its device parts if that fails or does not end."""
+    """`doctor` in a process of its own; without its device parts if that fails or does not end."""
     try:
         child = subprocess.Popen(
             # -P and the explicit path: the child finds the very pk_jax that this process runs.
@@ -64,7 +64,7 @@ def report_in_child(timeout_s: float) -> dict[str, Any]:
             text=True,
         )
     except OSError as error:
-        return report(query_devices=False) | {"devices_error": f"cannot start Python: {error}"}
+        return doctor(query_devices=False) | {"devices_error": f"cannot start Python: {error}"}
     try:
         stdout, stderr = child.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -75,19 +75,19 @@ def report_in_child(timeout_s: float) -> dict[str, Any]:
             f"the device query did not end within {timeout_s:g} s; "
             "the GPU driver may be stuck (does nvidia-smi answer?)"
         )
-        return report(query_devices=False) | {"devices_error": reason}
+        return doctor(query_devices=False) | {"devices_error": reason}
     if child.returncode == 0:
         return json.loads(stdout.splitlines()[-1])
     last = (stderr.strip().splitlines() or ["no message"])[-1]
     reason = f"the device query ended with code {child.returncode}: {last}"
-    return report(query_devices=False) | {"devices_error": reason}
+    return doctor(query_devices=False) | {"devices_error": reason}
 
 
 def child_main() -> None:
     """Prints the report as one line of JSON, without taking the GPUs' memory for it."""
-    before = report(query_devices=False)
+    before = doctor(query_devices=False)
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    print(json.dumps(report() | {key: before[key] for key in ("environment", "allocator")}))
+    print(json.dumps(doctor() | {key: before[key] for key in ("environment", "allocator")}))
 
 
 def environment() -> dict[str, str]:

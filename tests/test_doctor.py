@@ -15,7 +15,7 @@ from pk_jax import _registry, _selection
 
 @pytest.fixture(scope="module")
 def data():
-    return doctor.report()
+    return doctor.doctor()
 
 
 def test_report_is_json_and_complete(data):
@@ -76,7 +76,7 @@ class FakeLibrary:
 
 def test_text_of_a_machine_with_gpus(monkeypatch):
     monkeypatch.setattr(_registry, "library", FakeLibrary())
-    data = doctor.report()
+    data = doctor.doctor()
     assert json.loads(json.dumps(data)) == data
     choices = doctor._all_gather_choices("NVIDIA H200", 2)
     data["ops"] = [
@@ -97,7 +97,7 @@ def test_without_a_driver_the_reason_is_shown(monkeypatch):
 
     monkeypatch.setattr(FakeLibrary, "topology", no_driver)
     monkeypatch.setattr(_registry, "library", FakeLibrary())
-    assert "no CUDA driver on this machine" in doctor.render(doctor.report())
+    assert "no CUDA driver on this machine" in doctor.render(doctor.doctor())
 
 
 def test_text_of_a_process_whose_kernels_have_run(data):
