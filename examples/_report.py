@@ -59,7 +59,7 @@ def save_chart(path, runs, byte_frequency_bits):
     axes.axhline(byte_frequency_bits, color="0.35", lw=1.2, ls="--")
     text = f"byte frequencies alone: {byte_frequency_bits:.2f}"
     axes.annotate(text, (steps[-1], byte_frequency_bits), (0, 5), color="0.35", **beside)
-    axes.annotate(f"{bits[-1]:.2f}", (steps[-1], bits[-1]), (6, 9), color="#a63603", **beside)
+    axes.annotate(f"{bits[-1]:.2f}", (steps[-1], bits[-1]), (6, -18), color="#a63603", **beside)
     axes.set_title("A byte-level language model of Python's standard library", loc="left")
     axes.set(xlabel="training step", ylabel="loss in bits per byte")
     axes.set(xlim=(0, steps[-1] * 1.02), ylim=(0, None))

@@ -14,7 +14,7 @@ The model predicts the next byte. Bits per byte on files it has not seen are pri
 a model that only knows how frequent each byte is.
 
     python examples/train_lm.py                 # all GPUs, or else 8 virtual CPU devices
-    python examples/train_lm.py --cpu --mesh 4x2 --steps 100
+    python examples/train_lm.py --cpu --mesh 2x2 --steps 100
 """
 
 import argparse
@@ -55,7 +55,7 @@ class Setup:
         return 0.64 / self.width
 
 
-ON_CPU = Setup(layers=3, width=64, heads=4, batch=16, seq=128, steps=250, dtype="float32")
+ON_CPU = Setup(layers=2, width=64, heads=2, batch=16, seq=128, steps=300, dtype="float32")
 ON_GPU = Setup(layers=8, width=512, heads=8, batch=64, seq=512, steps=600, dtype="bfloat16")
 
 
@@ -213,7 +213,7 @@ def train(name, comm, mesh, setup, seed, text, held_out_batches):
         state, loss = step_fn(state, *windows(text, rng, setup, mesh))
         losses.append(float(loss))
         seconds += (time.perf_counter() - start) * (step > 1)
-        if step % max(1, setup.steps // 6) == 0 or step == setup.steps:
+        if step * 6 // setup.steps > (step - 1) * 6 // setup.steps:
             held_out[step] = float(np.mean([loss_fn(state[0], *b) for b in held_out_batches]))
         progress.show(step, losses[-1])
     progress.finish(
@@ -245,9 +245,9 @@ def sample(comm, mesh, setup, params, prompt, seed):
 
 # ---- Comparison and command line -------------------------------------------------------------
 
-# Bits per byte by which two runs may differ in the first steps and later. Sums may be taken in
-# another order, and training amplifies what that changes in the last place.
-ROUNDING = {"float32": (1e-5, 1e-2), "bfloat16": (1e-2, 1e-1)}
+# Bits per byte by which two runs may differ in their first five steps and later: about ten times
+# what another mesh, so another order of the same sums, was seen to change. Training amplifies it.
+ROUNDING = {"float32": (1e-5, 2e-3), "bfloat16": (2e-3, 1e-1)}
 
 
 def compare(losses, others, dtype):
@@ -284,7 +284,7 @@ def make_mesh(args):
         jax.config.update("jax_platforms", "cpu")
     devices = jax.devices()  # GPUs, where there are some
     count = count or 2 ** int(math.log2(len(devices)))
-    shape = shape or (count // math.gcd(count, 4), math.gcd(count, 4))
+    shape = shape or (count // math.gcd(count, 2), math.gcd(count, 2))
     if len(shape) != 2 or math.prod(shape) != count or count > len(devices):
         sys.exit(f"no mesh {shape} of {count} devices: there are {len(devices)}")
     return jax.make_mesh(shape, BOTH, axis_types=(AxisType.Auto,) * 2, devices=devices[:count])
