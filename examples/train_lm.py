@@ -263,13 +263,26 @@ def compare(losses, others, dtype):
     )
 
 
+def positive(text):
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return int(text)
+
+
+def mesh_shape(text):
+    data, _, model = text.partition("x")
+    return positive(data), positive(model)
+
+
 def parse_arguments(argv):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--batch", type=int, help="sequences in a step")
-    parser.add_argument("--seq", type=int, help="bytes in a sequence")
-    parser.add_argument("--devices", type=int, help="how many; by default the largest power of two")
-    parser.add_argument("--mesh", metavar="DxM", help="sizes of the axes data and model")
+    parser.add_argument("--steps", type=positive)
+    parser.add_argument("--batch", type=positive, help="sequences in a step")
+    parser.add_argument("--seq", type=positive, help="bytes in a sequence")
+    parser.add_argument("--devices", type=positive, help="default: the largest power of two")
+    parser.add_argument(
+        "--mesh", type=mesh_shape, metavar="DxM", help="sizes of the axes data and model"
+    )
     parser.add_argument("--cpu", action="store_true", help="virtual CPU devices even if GPUs exist")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out/train_lm.png"), help="the chart")
@@ -277,17 +290,18 @@ def parse_arguments(argv):
 
 
 def make_mesh(args):
-    shape = tuple(int(size) for size in args.mesh.split("x")) if args.mesh else None
-    count = args.devices or (math.prod(shape) if shape else None)
+    count = args.devices or (math.prod(args.mesh) if args.mesh else None)
     jax.config.update("jax_num_cpu_devices", count or 8)
     if args.cpu:
         jax.config.update("jax_platforms", "cpu")
     devices = jax.devices()  # GPUs, where there are some
     count = count or 2 ** int(math.log2(len(devices)))
-    shape = shape or (count // math.gcd(count, 2), math.gcd(count, 2))
-    if len(shape) != 2 or math.prod(shape) != count or count > len(devices):
-        sys.exit(f"no mesh {shape} of {count} devices: there are {len(devices)}")
-    return jax.make_mesh(shape, BOTH, axis_types=(AxisType.Auto,) * 2, devices=devices[:count])
+    data, model = args.mesh or (count // math.gcd(count, 2), math.gcd(count, 2))
+    if data * model != count or count > len(devices):
+        sys.exit(f"no mesh {data}x{model} of {count} devices: there are {len(devices)}")
+    return jax.make_mesh(
+        (data, model), BOTH, axis_types=(AxisType.Auto,) * 2, devices=devices[:count]
+    )
 
 
 def make_setup(args, mesh):
