@@ -1,6 +1,6 @@
 # Each target sets up what it needs, in .venv and .venvs/. CONTRIBUTING.md describes the loop.
 #   PYTHON=/usr/bin/python3.13   the Python to start from; otherwise scripts/find_python.sh looks for one
-#   JAX='jax==0.12.0'            another JAX for demo, lint and dev than the oldest supported one
+#   JAX='jax==0.12.0 jaxlib==0.12.0'   demo: another JAX than the oldest supported one
 #   NO_VENV=1                    demo, gpu-test and bench: install into PYTHON (python3) itself
 #   ARGS='...'                   more arguments for the program or for pytest
 .NOTPARALLEL:

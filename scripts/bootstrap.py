@@ -2,7 +2,8 @@
 
     bootstrap.py tools   .venv: the hooks' tools, and jax for the type checker
     bootstrap.py dev     .venv: tools, and the package, editable, compiled when its C++ changed
-    bootstrap.py demo    .venv: the package and matplotlib; the same as `gpu` where there is a GPU
+    bootstrap.py demo    .venv (.venvs/demo for another JAX): the package and matplotlib;
+                         the same as `gpu` where there is a GPU
     bootstrap.py gpu     .venvs/gpu: the package with its kernels, and the tests' tools;
                          with --in-place into the very Python that runs this file
     bootstrap.py test NAME WHEEL REQUIREMENT...   .venvs/NAME: a wheel and the tests' tools
@@ -33,8 +34,9 @@ BUILD_REQUIRES = [
     "cmake>=3.26",
     "ninja>=1.11",
 ]
-# The same releases as the FFI headers, unless the make variable JAX asks for others.
-JAX = (os.environ.get("JAX") or "jax==0.11.2 jaxlib==0.11.2").split()
+# The same releases as the FFI headers. The make variable JAX asks for others, for demo and gpu.
+OLDEST_JAX = ["jax==0.11.2", "jaxlib==0.11.2"]
+JAX = (os.environ.get("JAX") or "").split() or OLDEST_JAX
 
 
 def group(name: str) -> list[str]:
@@ -148,7 +150,7 @@ def has_nvcc(environment: Environment) -> bool:
 def tools() -> Environment:
     """Sets up the hooks' tools."""
     environment = make_venv(ROOT / ".venv")
-    environment.once("tools", [*JAX, *group("dev")])
+    environment.once("tools", [*OLDEST_JAX, *group("dev")])
     return environment
 
 
@@ -166,7 +168,7 @@ def demo(in_place: bool) -> Environment:
     """Sets up what the examples need; without a GPU nothing needs compiling."""
     if has_gpu() or in_place:
         return gpu(in_place)
-    environment = make_venv(ROOT / ".venv")
+    environment = make_venv(ROOT / (".venv" if JAX == OLDEST_JAX else ".venvs/demo"))
     environment.once("demo", [*JAX, *group("demo"), PYPROJECT["build-system"]["requires"][0]])
     if not environment.has("pk_jax"):
         environment.install_editable(PK_JAX_PURE_PYTHON="1")
