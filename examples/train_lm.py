@@ -17,17 +17,16 @@ a model that only knows how frequent each byte is.
     python examples/train_lm.py --cpu --mesh 2x2 --steps 100
 """
 
-import argparse
 import dataclasses
 import math
 import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _arguments import parse_arguments
 from _report import Progress, save_chart
 from _text import byte_frequency_bits, load_text
 from jax.sharding import AxisType, NamedSharding
@@ -263,32 +262,6 @@ def compare(losses, others, dtype):
     )
 
 
-def positive(text):
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return int(text)
-
-
-def mesh_shape(text):
-    data, _, model = text.partition("x")
-    return positive(data), positive(model)
-
-
-def parse_arguments(argv):
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=positive)
-    parser.add_argument("--batch", type=positive, help="sequences in a step")
-    parser.add_argument("--seq", type=positive, help="bytes in a sequence")
-    parser.add_argument("--devices", type=positive, help="default: the largest power of two")
-    parser.add_argument(
-        "--mesh", type=mesh_shape, metavar="DxM", help="sizes of the axes data and model"
-    )
-    parser.add_argument("--cpu", action="store_true", help="virtual CPU devices even if GPUs exist")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("out/train_lm.png"), help="the chart")
-    return parser.parse_args(argv)
-
-
 def make_mesh(args):
     count = args.devices or (math.prod(args.mesh) if args.mesh else None)
     jax.config.update("jax_num_cpu_devices", count or 8)
@@ -322,7 +295,7 @@ def make_setup(args, mesh):
 
 
 def main(argv=None):
-    args = parse_arguments(argv)
+    args = parse_arguments(__doc__, argv)
     mesh = make_mesh(args)
     setup = make_setup(args, mesh)
     text, unseen = load_text()

@@ -57,7 +57,7 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused(example):
     mesh = SimpleNamespace(
         shape={"data": 3, "model": 1}, devices=np.array([[device]] * 3, dtype=object)
     )
-    args = train_lm.parse_arguments(["--batch", "16"])
+    args = train_lm.parse_arguments("", ["--batch", "16"])
     with pytest.raises(SystemExit, match=r"--batch, 16, is not divisible by 3"):
         train_lm.make_setup(args, mesh)
 
