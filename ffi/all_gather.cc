@@ -7,10 +7,9 @@
 #include <string_view>
 
 #include "ffi/call_site.h"
+#include "ffi/launch.h"
 #include "ffi/names.h"
 #include "ffi/status.h"
-#include "kernels/all_gather.h"
-#include "kernels/all_gather_copy_engine.h"
 #include "runtime/check.h"
 
 namespace pk {
@@ -41,7 +40,7 @@ ffi::ErrorOr<std::unique_ptr<AllGatherSite>> instantiate(ffi::Span<const int64_t
     if (channel < 0 || channel >= kNumChannels)
       throw Error("channel " + std::to_string(channel) + " is out of range");
     if (outer < 1) throw Error("outer must be at least 1, not " + std::to_string(outer));
-    if (num_blocks < 0 || num_blocks > 4096)
+    if (num_blocks < 0 || num_blocks > kMaxBlocks)
       throw Error("num_blocks " + std::to_string(num_blocks) + " is out of range");
     site->channel = static_cast<int>(channel);
     site->rows = outer;
@@ -72,7 +71,6 @@ ffi::Error execute(AllGatherSite* site, cudaStream_t stream, int32_t device, ffi
                    ffi::Result<ffi::AnyBuffer> result) {
   return guarded("all_gather", [&] {
     Communicator& communicator = site->communicator(device);
-    communicator.count_launch();
     const int64_t bytes = static_cast<int64_t>(operand.size_bytes());
     if (bytes == 0 || bytes % site->rows != 0 ||
         static_cast<int64_t>(result->size_bytes()) != bytes * communicator.num_ranks()) {
@@ -88,16 +86,12 @@ ffi::Error execute(AllGatherSite* site, cudaStream_t stream, int32_t device, ffi
     args.channel = site->channel;
     args.num_blocks = site->num_blocks;
     args.num_sms = communicator.num_sms();
-    if (site->mechanism == Mechanism::kCopyEngine) {
-      check(launch_all_gather_copy_engine(communicator.view(), args, communicator.copy_engine(),
-                                          communicator.landing(site->channel), stream),
-            "launch (copy engine)");
-      return;
+    // Peers store into the result with vectors that their own addresses allow.
+    if (reinterpret_cast<uintptr_t>(args.result) % 16 != 0) {
+      throw Error("the result is not 16-byte aligned, as XLA's buffers are");
     }
-    if (site->protocol == Protocol::kSimple)
-      args.published = communicator.publish(args.result, result->size_bytes());
-    check(launch_all_gather(communicator.view(), args, site->mechanism, site->protocol, stream),
-          "launch");
+    run_all_gather(communicator, args, result->size_bytes(), site->mechanism, site->protocol,
+                   stream);
   });
 }
 

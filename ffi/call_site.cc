@@ -1,7 +1,6 @@
 #include "ffi/call_site.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
@@ -12,6 +11,7 @@
 #include "runtime/check.h"
 #include "runtime/error_log.h"
 #include "runtime/nccl_exchange.h"
+#include "runtime/time_limit.h"
 
 namespace pk {
 namespace {
@@ -36,17 +36,6 @@ Communicator* find(const Groups* groups, int device) {
   std::shared_lock lock(process().mutex);
   const auto found = process().communicators.find({groups, device});
   return found == process().communicators.end() ? nullptr : found->second.get();
-}
-
-uint64_t timeout_ns() {
-  const char* text = std::getenv("PK_JAX_TIMEOUT_S");
-  if (!text || !*text) return 300'000'000'000ull;
-  char* end = nullptr;
-  const double seconds = std::strtod(text, &end);
-  if (*end != '\0' || !(seconds > 0) || seconds > 1e6) {
-    throw Error(std::string("PK_JAX_TIMEOUT_S must be a number of seconds, not \"") + text + "\"");
-  }
-  return static_cast<uint64_t>(seconds * 1e9);
 }
 
 XlaCommunicators extension(const xla::ffi::Context& context) {
@@ -105,6 +94,10 @@ Communicator& CallSite::communicator(int device) const {
   return *found;
 }
 
+// The request is repeated in every run although the communicator is long known. It is XLA's promise
+// that no device executes this run before all of them are ready to: without it one GPU could spin
+// for a peer whose thread is still allocating or loading, which CUDA may hold up until the GPUs are
+// idle.
 xla::ffi::Error prepare(const CallSite& site, xla::ffi::RunId run, int device,
                         const xla::ffi::Context& context) {
   struct Asked {
@@ -141,14 +134,18 @@ xla::ffi::Error initialize(CallSite& site, cudaStream_t stream, int device,
   return guarded(site.op, [&] {
     Communicator* communicator = find(site.groups, device);
     if (!communicator || !communicator->has_channel(site.channel, site.needs_landing)) {
+      const uint64_t limit_ns = time_limit_ns();
+      // What earlier programs enqueued may be waiting for peers: let it finish, before anything
+      // below could wait for the device, and before the time for the other ranks to come here
+      // starts.
+      check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
       auto xla_communicator = extension(context).GetCommunicator(
           xla::ffi::GroupMode::kFlattenedId, site.groups->logical, kCommunicationId);
       if (!xla_communicator.has_value())
         throw Error("no communicator from XLA: " + xla_communicator.error().message());
       NcclExchange exchange(*xla_communicator, site.groups->rank_of(device), stream);
       if (!communicator) {
-        auto made =
-            std::make_unique<Communicator>(exchange, device, buffer(), timeout_ns(), stream);
+        auto made = std::make_unique<Communicator>(exchange, device, buffer(), limit_ns, stream);
         communicator = made.get();
         std::unique_lock lock(process().mutex);
         process().communicators[{site.groups, device}] = std::move(made);

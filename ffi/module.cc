@@ -3,23 +3,31 @@
 #include <cuda_runtime_api.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <map>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "ffi/all_gather.h"
 #include "ffi/call_site.h"
+#include "ffi/names.h"
 #include "ffi/noop.h"
 #include "ffi/virtual_ranks.h"
+#include "mechanism/copy_engine.h"
 #include "runtime/error_log.h"
 #include "runtime/process.h"
 #include "runtime/topology.h"
+#include "tile/comm_view.h"
+#include "tile/row_tiles.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace nb = nanobind;
@@ -64,6 +72,15 @@ nb::dict build_info() {
   info["arch"] = PK_JAX_ARCH;
   info["cuda_runtime"] = version(CUDART_VERSION);
   info["ffi_api"] = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+  nb::dict limits;  // what pk_jax/ repeats, for a test to compare
+  limits["ranks"] = pk::kMaxRanks;
+  limits["channels"] = pk::kNumChannels;
+  limits["ll_bytes"] = pk::kLowLatencyBytes;
+  limits["blocks"] = pk::kMaxBlocks;
+  limits["chunks"] = pk::kChunks;
+  limits["chunk_bytes_min"] = pk::kLeastChunkBytes;
+  limits["chunk_bytes_max"] = pk::kMostChunkBytes;
+  info["limits"] = limits;
   return info;
 }
 
@@ -119,23 +136,39 @@ nb::list communicators() {
 using Operands = nb::ndarray<const uint8_t, nb::shape<-1, -1, -1>, nb::c_contig, nb::device::cpu>;
 using Results = nb::ndarray<uint8_t, nb::shape<-1, -1, -1>, nb::c_contig, nb::device::cpu>;
 
-void virtual_all_gather(pk::VirtualRanks& ranks, Operands operands, Results results, int64_t rows,
-                        const std::string& mechanism, const std::string& protocol, int num_blocks,
-                        int channel, int offset, const std::vector<int>& absent) {
+using PlanWords = std::tuple<std::string, std::string, std::vector<int>>;
+
+void virtual_all_gather(pk::VirtualRanks& ranks, Operands operands, Results results,
+                        const std::vector<PlanWords>& words, int64_t rows, int channel, int offset,
+                        const std::vector<int>& absent) {
   const auto n = static_cast<size_t>(ranks.num_ranks());
   if (operands.shape(1) != n || results.shape(0) != operands.shape(0) || results.shape(1) != n ||
       results.shape(2) != n * operands.shape(2)) {
     throw nb::value_error(
         "operands must be [calls, ranks, bytes] and results [calls, ranks, ranks * bytes]");
   }
+  std::vector<pk::VirtualRanks::Plan> plans;
+  for (const auto& [mechanism, protocol, num_blocks] : words) {
+    plans.push_back({pk::mechanism_from(mechanism), pk::protocol_from(protocol), num_blocks});
+  }
   std::string error;
   {
     nb::gil_scoped_release release;
     error = ranks.all_gather(operands.data(), results.data(), static_cast<int>(operands.shape(0)),
-                             static_cast<int64_t>(operands.shape(2)), rows, mechanism, protocol,
-                             num_blocks, channel, offset, absent);
+                             static_cast<int64_t>(operands.shape(2)), rows, plans, channel, offset,
+                             absent);
   }
   if (!error.empty()) throw std::runtime_error(error);
+}
+
+// (row, col, num_rows, num_cols) of every tile of a walk.
+std::vector<std::array<int64_t, 4>> tiles_of(const pk::RowTiles& walk) {
+  std::vector<std::array<int64_t, 4>> out;
+  for (int64_t i = 0; i < walk.num_tiles; ++i) {
+    const pk::RowTile tile = walk.tile(i);
+    out.push_back({tile.row, tile.col, tile.num_rows, tile.num_cols});
+  }
+  return out;
 }
 
 }  // namespace
@@ -160,7 +193,18 @@ NB_MODULE(_ffi, m) {
            nb::arg("timeout_s") = 20.0)
       .def_prop_ro("num_ranks", &pk::VirtualRanks::num_ranks)
       .def("all_gather", &virtual_all_gather, nb::arg("operands"), nb::arg("results"),
-           nb::arg("rows") = 1, nb::arg("mechanism") = "register", nb::arg("protocol") = "simple",
-           nb::arg("num_blocks") = 0, nb::arg("channel") = 0, nb::arg("offset") = 0,
-           nb::arg("absent") = std::vector<int>{});
+           nb::arg("plans"), nb::arg("rows") = 1, nb::arg("channel") = 0, nb::arg("offset") = 0,
+           nb::arg("absent") = std::vector<int>{},
+           "plans: (mechanism, protocol, blocks a rank) of each call in turn.");
+  m.def(
+      "row_tiles",
+      [](int64_t rows, int64_t inner, uint32_t tile_bytes) {
+        return tiles_of(pk::RowTiles::make(rows, inner, tile_bytes));
+      },
+      nb::arg("rows"), nb::arg("inner"), nb::arg("tile_bytes"),
+      "The kernels' walk over a matrix of bytes: (row, col, num_rows, num_cols) of each tile.");
+  m.def(
+      "chunk_walk",
+      [](int64_t rows, int64_t inner) { return tiles_of(pk::chunk_walk(rows, inner)); },
+      nb::arg("rows"), nb::arg("inner"), "The same for the copy engine's chunks.");
 }

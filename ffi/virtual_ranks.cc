@@ -6,9 +6,7 @@
 #include <exception>
 #include <thread>
 
-#include "ffi/names.h"
-#include "kernels/all_gather.h"
-#include "kernels/all_gather_copy_engine.h"
+#include "ffi/launch.h"
 #include "runtime/check.h"
 #include "runtime/error_log.h"
 
@@ -80,6 +78,9 @@ void VirtualRanks::on_every_rank(Body body) {
         body(exchange, ranks_[r]);
       } catch (...) {
         failures[r] = std::current_exception();
+        // The others go on, and read zeros of this rank.
+        static const char zeros[1 << 12] = {};
+        meeting_->parts[r] = zeros;
         meeting_->everybody.arrive_and_drop();
       }
     });
@@ -112,12 +113,12 @@ VirtualRanks::~VirtualRanks() {
 }
 
 std::string VirtualRanks::all_gather(const uint8_t* operands, uint8_t* results, int calls,
-                                     int64_t bytes, int64_t rows, const std::string& mechanism_name,
-                                     const std::string& protocol_name, int num_blocks, int channel,
-                                     int offset, const std::vector<int>& absent) {
-  const Mechanism mechanism = mechanism_from(mechanism_name);
-  const Protocol protocol = protocol_from(protocol_name);
-  const bool landing = mechanism == Mechanism::kCopyEngine;
+                                     int64_t bytes, int64_t rows, const std::vector<Plan>& plans,
+                                     int channel, int offset, const std::vector<int>& absent) {
+  const bool landing = std::any_of(plans.begin(), plans.end(), [](const Plan& plan) {
+    return plan.mechanism == Mechanism::kCopyEngine;
+  });
+  if (plans.empty()) throw Error("all_gather needs at least one plan");
   const int64_t out_bytes = bytes * num_ranks();
   if (rows < 1 || bytes < 1 || bytes % rows != 0)
     throw Error("bytes must be a positive multiple of rows");
@@ -161,16 +162,9 @@ std::string VirtualRanks::all_gather(const uint8_t* operands, uint8_t* results, 
       args.inner = bytes / rows;
       args.channel = channel;
       args.num_sms = std::max(1, communicator.num_sms() / num_ranks());
-      args.num_blocks = num_blocks;
-      if (landing) {
-        check(launch_all_gather_copy_engine(communicator.view(), args, communicator.copy_engine(),
-                                            communicator.landing(channel), rank.stream),
-              "launch (copy engine)");
-      } else {
-        args.published = communicator.publish(args.result, out_bytes);
-        check(launch_all_gather(communicator.view(), args, mechanism, protocol, rank.stream),
-              "launch");
-      }
+      const Plan& plan = plans[call % plans.size()];
+      if (!plan.num_blocks.empty()) args.num_blocks = plan.num_blocks[r % plan.num_blocks.size()];
+      run_all_gather(communicator, args, out_bytes, plan.mechanism, plan.protocol, rank.stream);
     }
   });
   for (Rank& rank : ranks_) {

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "mechanism/mechanism.h"
 #include "runtime/communicator.h"
 
 namespace pk {
@@ -26,13 +27,21 @@ class VirtualRanks {
 
   int num_ranks() const { return static_cast<int>(ranks_.size()); }
 
-  // `calls` all_gathers in a row on one channel, enqueued on all ranks before any result is looked
-  // at. operands: [calls, num_ranks, bytes]; results: [calls, num_ranks, num_ranks * bytes],
-  // poisoned first. `offset` moves the device buffers off their alignment. Ranks named in `absent`
-  // take no part. Returns the error text if the ranks did not finish.
+  // How one call is made; blocks of rank r are num_blocks[r % size].
+  struct Plan {
+    Mechanism mechanism;
+    Protocol protocol;
+    std::vector<int> num_blocks;
+  };
+
+  // `calls` all_gathers in a row on one channel, call c by plans[c % size], enqueued on all ranks
+  // before any result is looked at. operands: [calls, num_ranks, bytes]; results: [calls,
+  // num_ranks, num_ranks * bytes], poisoned first. `offset` moves the device buffers off their
+  // alignment. Ranks named in `absent` take no part. Returns the error text if the ranks did not
+  // finish.
   std::string all_gather(const uint8_t* operands, uint8_t* results, int calls, int64_t bytes,
-                         int64_t rows, const std::string& mechanism, const std::string& protocol,
-                         int num_blocks, int channel, int offset, const std::vector<int>& absent);
+                         int64_t rows, const std::vector<Plan>& plans, int channel, int offset,
+                         const std::vector<int>& absent);
 
  private:
   struct Rank {

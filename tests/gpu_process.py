@@ -5,6 +5,7 @@ checks held. The parent sets PK_JAX_TIMEOUT_S.
 """
 
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -27,9 +28,9 @@ MESH = Mesh(np.array(jax.devices()), ("x",))
 MECHANISMS = (None, "register", "tma", "copy_engine")
 
 
-def on_mesh(f):
+def on_mesh(f, mesh=MESH, **jit):
     body = lambda x: jax.tree.map(lambda y: y[None], f(x[0]))  # noqa: E731
-    return jax.jit(jax.shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=P("x")))
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x")), **jit)
 
 
 def random(shape, seed=0):
@@ -66,8 +67,10 @@ def values():
 
     x = random((4096,))
     for mechanism in MECHANISMS:
-        ours = on_mesh(loop(gather(mechanism)))
-        check_equal(f"scan {mechanism}", ours, on_mesh(loop(lambda y: lax.all_gather(y, "x"))), x)
+        for options in (None, {"xla_gpu_enable_command_buffer": ""}):
+            ours = on_mesh(loop(gather(mechanism)), compiler_options=options)
+            theirs = on_mesh(loop(lambda y: lax.all_gather(y, "x")), compiler_options=options)
+            check_equal(f"scan {mechanism} {options}", ours, theirs, x)
 
 
 def open_descriptors():
@@ -81,15 +84,29 @@ def open_descriptors():
 
 def leaks():
     """Building a communicator leaves no descriptor behind, and no socket name."""
+    # Three groups, and so three communicators: the mesh, the mesh backwards, and groups of it.
+    flipped = Mesh(np.array(jax.devices()[::-1]), ("x",))
+    groups = [list(range(SIZE))[::-1]]
+    variants = (
+        lambda op: on_mesh(lambda x: op(x, "x")),
+        lambda op: on_mesh(lambda x: op(x, "x"), flipped),
+        lambda op: on_mesh(lambda x: op(x, "x", axis_index_groups=groups)),
+    )
     x = random((1000,))
-    jax.block_until_ready(on_mesh(lambda x: lax.all_gather(x, "x"))(x))  # XLA's own NCCL first
+    flipped_x = jax.device_put(x, NamedSharding(flipped, P("x")))
+    for variant, operand in zip(variants, (x, flipped_x, x), strict=True):
+        jax.block_until_ready(variant(lax.all_gather)(operand))  # XLA's own NCCL first
     multihost_utils.sync_global_devices("before")
     before = open_descriptors()
-    for mechanism in MECHANISMS:
-        jax.block_until_ready(on_mesh(gather(mechanism))(x))
+    for variant, operand in zip(variants, (x, flipped_x, x), strict=True):
+        for mechanism in MECHANISMS:
+            config = pk.Config(mechanism=mechanism)
+            op = functools.partial(pk.all_gather, implementation="cuda", config=config)
+            jax.block_until_ready(variant(op)(operand))
     multihost_utils.sync_global_devices("after")
-    print("descriptors:", before, open_descriptors())
-    assert open_descriptors() <= before + 1
+    print("descriptors:", before, open_descriptors(), len(_ffi.communicators()))
+    assert len(_ffi.communicators()) == 3
+    assert open_descriptors() <= before
     assert "pk_jax" not in Path("/proc/net/unix").read_text()
 
 
@@ -106,9 +123,8 @@ def killed():
     try:
         jax.block_until_ready(f(x))
     except jax.errors.JaxRuntimeError as error:
-        print(f"seconds: {time.monotonic() - start:.1f}")
-        print("raised:", str(error).replace("\n", " ")[:300])
-        print("record:", _ffi.last_error())
+        print(f"seconds: {time.monotonic() - start:.1f}", flush=True)
+        sys.excepthook(type(error), error, error.__traceback__)  # what an uncaught one shows
         sys.stdout.flush()
         os._exit(3)
     print("no error")

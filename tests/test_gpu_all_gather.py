@@ -28,6 +28,7 @@ DTYPES = (
     "int64",
     "bool",
     "complex64",
+    "float8_e4m3fn",
 )
 
 
@@ -37,15 +38,22 @@ def mesh():
     return jax.sharding.Mesh(np.array(devices), ("x",))
 
 
-def random(mesh, shape, dtype="float32", seed=0):
-    """An array of n * shape, one `shape` a rank, with random bits."""
+def random(mesh, shape, dtype="float32", seed=0, bits=False):
+    """An array of n * shape, one `shape` a rank: normal values, or random bits."""
     n = mesh.size
 
     def make(key):
         if dtype == "bool":
             return jax.random.bernoulli(key, 0.5, (n, *shape))
-        if jnp.issubdtype(dtype, jnp.integer):
-            return jax.random.randint(key, (n, *shape), 0, 127).astype(dtype)
+        if bits:  # any bits at all: NaNs with payloads, signed zeros, denormals
+            bytes_ = jax.random.bits(key, (n, *shape, jnp.dtype(dtype).itemsize), jnp.uint8)
+            if dtype == "complex64":
+                floats = bytes_.reshape(*bytes_.shape[:-1], 2, 4)
+                parts = lax.bitcast_convert_type(floats, jnp.float32)
+                return lax.complex(parts[..., 0], parts[..., 1])
+            if jnp.dtype(dtype).itemsize == 1:
+                bytes_ = bytes_[..., 0]
+            return lax.bitcast_convert_type(bytes_, jnp.dtype(dtype))
         return jax.random.normal(key, (n, *shape), jnp.dtype(dtype))
 
     sharding = NamedSharding(mesh, P(mesh.axis_names))
@@ -70,11 +78,14 @@ def gather(axis=0, tiled=False, axis_name="x", **config):
     )
 
 
-def equal(mesh, f, g, x, rtol=0.0):
-    """The same values; with rtol where XLA may fuse the arithmetic around the op differently."""
-    got, want = on(mesh, f)(x), on(mesh, g)(x)
-    assert got.dtype == want.dtype
-    np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=rtol, atol=rtol)
+def equal(mesh, f, g, x, rtol=None):
+    """The same bytes; or values within rtol where XLA may fuse the arithmetic around the op."""
+    got, want = np.asarray(on(mesh, f)(x)), np.asarray(on(mesh, g)(x))
+    assert got.dtype == want.dtype and got.shape == want.shape
+    if rtol is None:
+        assert got.tobytes() == want.tobytes()
+    else:
+        np.testing.assert_allclose(got, want, rtol=rtol, atol=rtol)
 
 
 def test_the_cuda_path_is_what_runs(mesh):
@@ -98,7 +109,7 @@ def test_axes(mesh, mechanism, tiled, axis):
 @pytest.mark.parametrize("shape", ((7,), (3, 5), (33, 1025), (2, 3, 4096)), ids=str)
 def test_dtypes_and_odd_shapes(mesh, dtype, shape):
     with jax.enable_x64(True):
-        x = random(mesh, shape, dtype)
+        x = random(mesh, shape, dtype, bits=True)
         axis = len(shape) - 1
         lax_gather = functools.partial(lax.all_gather, axis_name="x", axis=axis, tiled=True)
         equal(mesh, gather(axis, True), lax_gather, x)
@@ -218,15 +229,32 @@ def test_vmap_scan_remat(mesh):
         equal(mesh, ours, theirs, x, rtol=1e-5)
 
 
-def test_donated_operand(mesh):
-    f = on(mesh, gather(tiled=True), donate_argnums=0)
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_donated_operand(mesh, mechanism):
+    """The operand's buffer becomes the result's, while peers may still be reading or writing."""
+
+    def step(op, x):
+        for _ in range(3):
+            x = op(x).sum(0) * 0.5
+        return x
+
+    ours = on(mesh, lambda x: step(gather(mechanism=mechanism), x), donate_argnums=0)
+    theirs = on(mesh, lambda x: step(lambda x: lax.all_gather(x, "x"), x))
     for seed in range(4):
-        want = np.asarray(
-            on(mesh, functools.partial(lax.all_gather, axis_name="x", tiled=True))(
-                random(mesh, (5000,), seed=seed)
-            )
-        )
-        np.testing.assert_array_equal(np.asarray(f(random(mesh, (5000,), seed=seed))), want)
+        want = np.asarray(theirs(random(mesh, (50_000,), seed=seed)))
+        np.testing.assert_array_equal(np.asarray(ours(random(mesh, (50_000,), seed=seed))), want)
+
+
+def test_landing_slots_go_round_under_scan(mesh):
+    """Many chunks a call, many calls: the copy engine's ring wraps inside and between calls."""
+    x = random(mesh, (3 << 20,))
+
+    def loop(op, x):
+        return lax.scan(lambda c, _: (op(c).sum(0) * 0.5, None), x, None, length=20)[0]
+
+    ours = on(mesh, lambda x: loop(gather(mechanism="copy_engine"), x))
+    theirs = on(mesh, lambda x: loop(lambda x: lax.all_gather(x, "x"), x))
+    np.testing.assert_array_equal(np.asarray(ours(x)), np.asarray(theirs(x)))
 
 
 def test_two_meshes_and_groups_side_by_side(mesh):
@@ -237,10 +265,12 @@ def test_two_meshes_and_groups_side_by_side(mesh):
     for names in ("a", "b", ("a", "b"), ("b", "a")):
         f = lambda x, names=names: pk.all_gather(x, names, implementation=None)  # noqa: E731
         equal(grid, f, lambda x, names=names: lax.all_gather(x, names), x)
-    groups = [[i] for i in range(mesh.size)]
     y = random(mesh, (32,))
-    f = lambda x: pk.all_gather(x, "x", axis_index_groups=groups)  # noqa: E731
-    equal(mesh, f, lambda x: lax.all_gather(x, "x", axis_index_groups=groups), y)
+    ranks = list(range(mesh.size))
+    for groups in ([ranks[::-1]], [[i] for i in ranks]):
+        f = functools.partial(pk.all_gather, axis_name="x", axis_index_groups=groups)
+        g = functools.partial(lax.all_gather, axis_name="x", axis_index_groups=groups)
+        equal(mesh, f, g, y)
 
 
 def test_permuted_mesh(mesh):

@@ -27,7 +27,7 @@ PROGRAM = """
     ):
         operands = np.random.default_rng(0).integers(0, 256, (2, 2, num_bytes), dtype=np.uint8)
         results = np.zeros((2, 2, 2 * num_bytes), np.uint8)
-        ranks.all_gather(operands, results, rows=rows, mechanism=mechanism, protocol=protocol)
+        ranks.all_gather(operands, results, [(mechanism, protocol, [])], rows=rows)
         parts = operands.reshape(2, 2, rows, -1).transpose(0, 2, 1, 3).reshape(2, 1, -1)
         assert (results == parts).all(), (mechanism, protocol)
     print("values are right")

@@ -14,9 +14,11 @@
 
 #include "kernels/all_gather.h"
 #include "mechanism/granule.h"
+#include "mechanism/low_latency.cuh"
 #include "mechanism/register.cuh"
 #include "mechanism/tma.cuh"
 #include "schedule/rendezvous.cuh"
+#include "tile/launch.h"
 #include "tile/row_tiles.h"
 
 namespace pk {
@@ -92,19 +94,22 @@ __device__ __forceinline__ void place_word(const AllGatherArgs& args, int num_ra
   }
 }
 
+// The 8 bytes at flat offset `at` of a packed source, zeros past its end.
 template <int kGranule>
 __device__ __forceinline__ uint64_t read_word(const char* source, uint32_t at, uint32_t bytes) {
-  if constexpr (kGranule == 8) {
-    return *reinterpret_cast<const uint64_t*>(source + at);
-  } else {
-    uint64_t word = 0;
+  if constexpr (kGranule == 8) return *reinterpret_cast<const uint64_t*>(source + at);
+  uint64_t word = 0;
 #pragma unroll
-    for (int piece = 0; piece < 8; ++piece) {
-      if (at + piece < bytes)
-        word |= static_cast<uint64_t>(static_cast<uint8_t>(source[at + piece])) << (8 * piece);
-    }
-    return word;
+  for (int piece = 0; piece < 8; piece += kGranule) {
+    if (at + piece >= bytes) break;
+    const char* from = source + at + piece;
+    uint64_t value = 0;
+    if constexpr (kGranule == 4) value = *reinterpret_cast<const uint32_t*>(from);
+    if constexpr (kGranule == 2) value = *reinterpret_cast<const uint16_t*>(from);
+    if constexpr (kGranule == 1) value = *reinterpret_cast<const uint8_t*>(from);
+    word |= value << (8 * piece);
   }
+  return word;
 }
 
 template <int kGranule>
@@ -118,34 +123,20 @@ __global__ void __launch_bounds__(kLowLatencyThreads, 1)
   const uint32_t first = blockIdx.x * blockDim.x + threadIdx.x;
   const uint32_t stride = gridDim.x * blockDim.x;
   const uint32_t epoch = this_epoch(channel);
-  const uint64_t tag = static_cast<uint64_t>(epoch) << 32;
-  const auto mailbox = [&](int owner, int source) {
-    return reinterpret_cast<ulonglong2*>(
-        comm.region[owner] + low_latency_offset(args.channel, epoch & 1, source, comm.num_ranks));
-  };
+  // A block sends all its words before it waits for any, and waits for the peers' blocks of the
+  // same index: blocks start in that order on every GPU, so the first resident ones always meet.
   for (uint32_t i = first; i < num_words; i += stride) {
     const uint64_t word = read_word<kGranule>(args.source, 8 * i, bytes);
-    const ulonglong2 packet{tag | (word & 0xffffffffu), tag | (word >> 32)};
     for (int k = 1; k < comm.num_ranks; ++k) {
-      const int peer = (comm.rank + k) % comm.num_ranks;
-      ptx::st_relaxed_sys(mailbox(peer, comm.rank) + i, packet);
+      low_latency::send(waiter, epoch, (comm.rank + k) % comm.num_ranks, i, word);
     }
     place_word<kGranule>(args, comm.num_ranks, comm.rank, 8 * i, bytes, word);
   }
   for (uint32_t i = first; i < num_words; i += stride) {
     for (int k = 1; k < comm.num_ranks; ++k) {
       const int peer = (comm.rank + k) % comm.num_ranks;
-      const ulonglong2* slot = mailbox(comm.rank, peer) + i;
-      ulonglong2 packet;
-      // Each word proves itself by its epoch; no acquire is needed, for nothing else is read on its
-      // strength.
-      wait_until(waiter, Slot::kData, peer, epoch, [&](uint32_t& seen) {
-        packet = ptx::ld_relaxed_sys(slot);
-        seen = static_cast<uint32_t>(packet.x >> 32);
-        return seen == epoch && static_cast<uint32_t>(packet.y >> 32) == epoch;
-      });
-      place_word<kGranule>(args, comm.num_ranks, peer, 8 * i, bytes,
-                           (packet.y << 32) | (packet.x & 0xffffffffu));
+      const uint64_t word = low_latency::receive(waiter, epoch, peer, i);
+      place_word<kGranule>(args, comm.num_ranks, peer, 8 * i, bytes, word);
     }
   }
   end_block(channel, epoch);
@@ -175,16 +166,17 @@ cudaError_t launch_all_gather(const CommView& comm, const AllGatherArgs& args, M
       return cudaGetLastError();
     });
   }
-  if (mechanism == Mechanism::kTma) {
-    if (granule(args.source, args.result, args.inner, 16) != 16) return cudaErrorMisalignedAddress;
+  const uint32_t vector_bytes = granule(args.source, args.result, args.inner, 16);
+  // Each rank decides for itself: the handshake around the two mechanisms is the same.
+  if (mechanism == Mechanism::kTma && vector_bytes == 16) {
     const RowTiles tiles = RowTiles::make(args.rows, args.inner, kTmaStageBytes);
     all_gather_tma<<<default_blocks(args, tiles.num_tiles, args.num_sms), 32, sizeof(TmaRing),
                      stream>>>(comm, args);
     return cudaGetLastError();
   }
-  if (mechanism != Mechanism::kRegister) return cudaErrorInvalidValue;
+  if (mechanism == Mechanism::kCopyEngine) return cudaErrorInvalidValue;
   const RowTiles tiles = RowTiles::make(args.rows, args.inner, kRegisterTileBytes);
-  return by_granule(granule(args.source, args.result, args.inner, 16), [&](auto vector) {
+  return by_granule(vector_bytes, [&](auto vector) {
     all_gather_register<decltype(vector)>
         <<<default_blocks(args, tiles.num_tiles, args.num_sms), kRegisterThreads, 0, stream>>>(
             comm, args);
@@ -193,19 +185,15 @@ cudaError_t launch_all_gather(const CommView& comm, const AllGatherArgs& args, M
 }
 
 cudaError_t load_all_gather() {
-  const void* kernels[] = {reinterpret_cast<const void*>(all_gather_register<uint8_t>),
-                           reinterpret_cast<const void*>(all_gather_register<uint16_t>),
-                           reinterpret_cast<const void*>(all_gather_register<uint32_t>),
-                           reinterpret_cast<const void*>(all_gather_register<uint64_t>),
-                           reinterpret_cast<const void*>(all_gather_register<uint4>),
-                           reinterpret_cast<const void*>(all_gather_low_latency<1>),
-                           reinterpret_cast<const void*>(all_gather_low_latency<2>),
-                           reinterpret_cast<const void*>(all_gather_low_latency<4>),
-                           reinterpret_cast<const void*>(all_gather_low_latency<8>),
-                           reinterpret_cast<const void*>(all_gather_tma)};
-  for (const void* kernel : kernels) {
-    cudaFuncAttributes attributes;
-    if (cudaError_t error = cudaFuncGetAttributes(&attributes, kernel)) return error;
+  if (cudaError_t error = load_kernels(
+          {kernel_pointer(all_gather_register<uint8_t>),
+           kernel_pointer(all_gather_register<uint16_t>),
+           kernel_pointer(all_gather_register<uint32_t>),
+           kernel_pointer(all_gather_register<uint64_t>),
+           kernel_pointer(all_gather_register<uint4>), kernel_pointer(all_gather_low_latency<1>),
+           kernel_pointer(all_gather_low_latency<2>), kernel_pointer(all_gather_low_latency<4>),
+           kernel_pointer(all_gather_low_latency<8>), kernel_pointer(all_gather_tma)})) {
+    return error;
   }
   return cudaFuncSetAttribute(all_gather_tma, cudaFuncAttributeMaxDynamicSharedMemorySize,
                               sizeof(TmaRing));

@@ -1,6 +1,7 @@
 // See round_trip.h. The host puts a stream synchronisation and an exchange between the two steps,
 // so no kernel here waits for anything.
 #include "kernels/round_trip.h"
+#include "tile/launch.h"
 #include "tile/signal.cuh"
 
 namespace pk {
@@ -10,13 +11,18 @@ __global__ void leave_tokens(const __grid_constant__ CommView comm, uint64_t see
   for (int peer = threadIdx.x; peer < comm.num_ranks; peer += blockDim.x) {
     ptx::st_relaxed_sys(&signal_page(comm, peer).check[comm.rank],
                         round_trip_token(seed, comm.rank, peer));
+    ptx::red_add_release_sys(&signal_page(comm, peer).check_count[comm.rank], 1);
   }
 }
 
 __global__ void read_tokens(const __grid_constant__ CommView comm, uint64_t* observed) {
   for (int peer = threadIdx.x; peer < comm.num_ranks; peer += blockDim.x) {
-    observed[2 * peer] = ptx::ld_relaxed_sys(&signal_page(comm, comm.rank).check[peer]);
-    observed[2 * peer + 1] = ptx::ld_relaxed_sys(&signal_page(comm, peer).check[comm.rank]);
+    observed[kObservedPerPeer * peer] =
+        ptx::ld_relaxed_sys(&signal_page(comm, comm.rank).check[peer]);
+    observed[kObservedPerPeer * peer + 1] =
+        ptx::ld_relaxed_sys(&signal_page(comm, peer).check[comm.rank]);
+    observed[kObservedPerPeer * peer + 2] =
+        ptx::ld_acquire_sys(&signal_page(comm, comm.rank).check_count[peer]);
   }
 }
 
@@ -52,14 +58,8 @@ cudaError_t launch_read_word(const uint64_t* word, uint64_t* value, cudaStream_t
 }
 
 cudaError_t load_round_trip() {
-  const void* kernels[] = {
-      reinterpret_cast<const void*>(leave_tokens), reinterpret_cast<const void*>(read_tokens),
-      reinterpret_cast<const void*>(swap_word), reinterpret_cast<const void*>(read_word)};
-  for (const void* kernel : kernels) {
-    cudaFuncAttributes attributes;
-    if (cudaError_t error = cudaFuncGetAttributes(&attributes, kernel)) return error;
-  }
-  return cudaSuccess;
+  return load_kernels({kernel_pointer(leave_tokens), kernel_pointer(read_tokens),
+                       kernel_pointer(swap_word), kernel_pointer(read_word)});
 }
 
 }  // namespace pk

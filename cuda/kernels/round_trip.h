@@ -20,11 +20,13 @@ PK_HOST_DEVICE inline uint64_t round_trip_token(uint64_t seed, int from, int to)
   return (x ^ (x >> 29)) | 1;
 }
 
-// Writes this rank's tokens into the pages of all peers.
+// Writes this rank's tokens into the pages of all peers, and counts itself there by an atomic add:
+// not every link that carries loads and stores carries atomics.
 cudaError_t launch_leave_tokens(const CommView& comm, uint64_t seed, cudaStream_t stream);
 
-// observed[2 * peer]: what the peer left here. observed[2 * peer + 1]: what this rank left there,
-// read back over the link.
+// observed[3 * peer]: what the peer left here; + 1: what this rank left there, read back over the
+// link; + 2: how often the peer counted itself here.
+inline constexpr int kObservedPerPeer = 3;
 cudaError_t launch_read_tokens(const CommView& comm, uint64_t* observed, cudaStream_t stream);
 
 // Exchanges one 8-byte word, so that a mapping can be proved without losing what the memory held.

@@ -1,4 +1,5 @@
 #include "mechanism/copy_engine.cuh"
+#include "tile/launch.h"
 
 namespace pk {
 namespace {
@@ -13,20 +14,32 @@ __global__ void announce(const __grid_constant__ CommView comm, int channel_inde
   ptx::st_release_sys(landed, first + static_cast<uint32_t>(chunk) + 1);
 }
 
-// Waits until the slot of `chunk` is free: every drain block of the peer has left the chunks that
-// the slot held before, one a round of the ring, in this call or earlier ones.
+// Waits until the slot of `chunk` is free: the peer has taken what the slot held before, one chunk
+// a round of the ring, in this call or earlier ones.
 __global__ void await_credit(const __grid_constant__ CommView comm, Op op, int channel_index,
                              int peer, int64_t chunk) {
   const Channel& channel = signal_page(comm, comm.rank).channels[channel_index];
   const uint32_t rounds = (channel.chunks + static_cast<uint32_t>(chunk)) / kLandingSlots;
   wait_signal({comm, op, channel_index}, Slot::kTaken, peer,
-              &channel.taken[peer][chunk % kLandingSlots], rounds * kDrainBlocks);
+              &channel.taken[peer][chunk % kLandingSlots], rounds);
 }
 
+// A call accounts for whole rounds of the ring, so that a chunk's slot is known beforehand: the
+// slots that the last round left empty count as taken.
 __global__ void end_chunks(const __grid_constant__ CommView comm, int channel_index,
-                           uint32_t chunks) {
+                           int64_t chunks) {
   Channel& channel = signal_page(comm, comm.rank).channels[channel_index];
-  channel.chunks += chunks;
+  for (int peer = threadIdx.x; peer < comm.num_ranks; peer += blockDim.x) {
+    if (peer == comm.rank) continue;
+    for (int64_t chunk = chunks; chunk < padded_chunks(chunks); ++chunk) {
+      auto& taken = signal_page(comm, peer).channels[channel_index].taken[comm.rank];
+      ptx::red_add_release_sys(&taken[chunk % kLandingSlots], 1);
+    }
+  }
+  if (threadIdx.x == 0) {
+    channel.chunks += static_cast<uint32_t>(padded_chunks(chunks));
+    channel.work = 0;
+  }
 }
 
 // `stream` continues only after what has been enqueued on one of the engine's streams so far.
@@ -68,9 +81,10 @@ cudaError_t join_streams(CopyEngine& engine, cudaStream_t stream) {
 }
 
 cudaError_t push_chunks(const CommView& comm, Op op, int channel, CopyEngine& engine,
-                        const Landing& landing, const char* source, const RowTiles& chunks) {
+                        const Landing& landing, const char* source, const RowTiles& chunks,
+                        int64_t begin, int64_t end) {
   cudaStream_t copies = engine.stream[CopyEngine::kCopies];
-  for (int64_t chunk = 0; chunk < chunks.num_tiles; ++chunk) {
+  for (int64_t chunk = begin; chunk < end; ++chunk) {
     const RowTile tile = chunks.tile(chunk);
     const char* from = source + tile.row * chunks.inner + tile.col;
     for (int k = 1; k < comm.num_ranks; ++k) {
@@ -94,15 +108,13 @@ cudaError_t push_chunks(const CommView& comm, Op op, int channel, CopyEngine& en
 
 cudaError_t launch_end_chunks(const CommView& comm, int channel, int64_t chunks,
                               cudaStream_t stream) {
-  end_chunks<<<1, 1, 0, stream>>>(comm, channel, static_cast<uint32_t>(padded_chunks(chunks)));
+  end_chunks<<<1, 32, 0, stream>>>(comm, channel, chunks);
   return cudaGetLastError();
 }
 
 cudaError_t load_copy_engine() {
-  cudaFuncAttributes attributes;
-  if (cudaError_t error = cudaFuncGetAttributes(&attributes, announce)) return error;
-  if (cudaError_t error = cudaFuncGetAttributes(&attributes, await_credit)) return error;
-  return cudaFuncGetAttributes(&attributes, end_chunks);
+  return load_kernels(
+      {kernel_pointer(announce), kernel_pointer(await_credit), kernel_pointer(end_chunks)});
 }
 
 }  // namespace pk

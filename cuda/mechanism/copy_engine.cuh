@@ -1,5 +1,5 @@
-// The receiving side of the copy-engine mechanism: a kernel of exactly kDrainBlocks blocks empties
-// the landing buffer.
+// The receiving side of the copy-engine mechanism: what a kernel that empties the landing buffer
+// needs.
 #pragma once
 
 #include "mechanism/copy_engine.h"
@@ -20,16 +20,21 @@ __device__ __forceinline__ void wait_landed(const Waiter& waiter, int peer, uint
   __syncthreads();
 }
 
-// All threads of a block: this block has read its share of the chunk and will not look again.
-__device__ __forceinline__ void report_taken(const Waiter& waiter, int peer, int64_t chunk) {
+// All threads of a block: this block has moved one of the chunk's `num_tiles` tiles out. The block
+// that moves the last one gives the slot back.
+__device__ __forceinline__ void report_tile(const Waiter& waiter, int peer, int64_t chunk,
+                                            uint32_t num_tiles) {
   const CommView& comm = waiter.comm;
+  const int slot = chunk % kLandingSlots;
   __syncthreads();
-  if (threadIdx.x == 0) {
-    // Release of the block's reads; pairs with the acquire in await_credit on the peer
-    // (copy_engine.cu).
-    auto& taken = signal_page(comm, peer).channels[waiter.channel].taken[comm.rank];
-    ptx::red_add_release_sys(&taken[chunk % kLandingSlots], 1);
-  }
+  if (threadIdx.x != 0) return;
+  // Release of this block's reads; acquired by the last block's own add, which releases them on.
+  uint32_t& emptied = signal_page(comm, comm.rank).channels[waiter.channel].emptied[peer][slot];
+  if (ptx::atom_add_acq_rel_gpu(&emptied, 1) + 1 != num_tiles) return;
+  emptied = 0;  // nobody looks again before the slot's next chunk has landed
+  // Release of all reads of the slot; pairs with the acquire in await_credit (copy_engine.cu).
+  ptx::red_add_release_sys(&signal_page(comm, peer).channels[waiter.channel].taken[comm.rank][slot],
+                           1);
 }
 
 }  // namespace pk

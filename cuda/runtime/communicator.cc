@@ -52,6 +52,13 @@ size_t mailbox_bytes(int num_channels, int num_ranks) {
 }
 
 void enable_peer_access(const std::vector<Placement>& placements, int rank) {
+  for (size_t peer = 0; peer < placements.size(); ++peer) {
+    if (placements[peer].host == placements[rank].host) continue;
+    throw Error("rank " + std::to_string(peer) + " is on another host than rank " +
+                std::to_string(rank) +
+                ": their memory cannot be mapped; compose a pk op inside a host with a jax.lax op "
+                "across hosts");
+  }
   for (const Placement& peer : placements) {
     if (peer.process != placements[rank].process || peer.device == placements[rank].device)
       continue;
@@ -78,27 +85,20 @@ Communicator::Communicator(Exchange& exchange, int device, void* heap_pointer, u
     : device_(device) {
   const int rank = exchange.rank();
   const int num_ranks = exchange.num_ranks();
-  if (num_ranks > kMaxRanks)
-    throw Error(std::to_string(num_ranks) + " ranks; the most is " + std::to_string(kMaxRanks));
-  // What earlier programs enqueued may be waiting for peers: let it finish before anything below
-  // could wait for the device.
-  check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-  check(cudaDeviceGetAttribute(&num_sms_, cudaDevAttrMultiProcessorCount, device),
-        "cudaDeviceGetAttribute");
-  placements_ =
-      exchange.all_gather(Placement{std::hash<std::string>{}(host_id()), process_id(), device});
-  std::set<uint64_t> processes;
-  for (int peer = 0; peer < num_ranks; ++peer) {
-    processes.insert(placements_[peer].process);
-    if (placements_[peer].host != placements_[rank].host) {
-      throw Error("rank " + std::to_string(peer) + " is on another host than rank " +
-                  std::to_string(rank) +
-                  ": their memory cannot be mapped; compose a pk op inside a host with a jax.lax "
-                  "op across hosts");
+  Placement mine{};
+  exchange.together("looking at the device", [&] {
+    if (num_ranks > kMaxRanks) {
+      throw Error(std::to_string(num_ranks) + " ranks; the most is " + std::to_string(kMaxRanks));
     }
-  }
+    check(cudaDeviceGetAttribute(&num_sms_, cudaDevAttrMultiProcessorCount, device),
+          "cudaDeviceGetAttribute");
+    mine = Placement{std::hash<std::string>{}(host_id()), process_id(), device};
+  });
+  placements_ = exchange.all_gather(mine);
+  exchange.together("enabling peer access", [&] { enable_peer_access(placements_, rank); });
+  std::set<uint64_t> processes;
+  for (const Placement& placement : placements_) processes.insert(placement.process);
   num_processes_ = static_cast<int>(processes.size());
-  enable_peer_access(placements_, rank);
 
   region_ = std::make_unique<SymmetricRegion>(exchange, placements_,
                                               mailbox_bytes(kNumChannels, num_ranks));
@@ -106,71 +106,88 @@ Communicator::Communicator(Exchange& exchange, int device, void* heap_pointer, u
   view_.rank = rank;
   view_.num_ranks = num_ranks;
   view_.timeout_ns = timeout_ns;
-  view_.error = new_error_record();
   for (int peer = 0; peer < num_ranks; ++peer) view_.region[peer] = region_->base(peer);
   check_pages(exchange, stream);
 
   heaps_ = std::make_unique<PeerHeaps>(exchange, placements_, heap_pointer);
-  uint64_t heap_base[kMaxRanks] = {};
-  for (int peer = 0; peer < num_ranks; ++peer)
-    heap_base[peer] = reinterpret_cast<uint64_t>(heaps_->base(peer));
-  check(cudaMemcpyAsync(region_->base(rank) + offsetof(SignalPage, heap_base), heap_base,
-                        sizeof heap_base, cudaMemcpyHostToDevice, stream),
-        "cudaMemcpyAsync");
   if (num_processes_ > 1) check_heaps(exchange, heap_pointer, stream);
 
   // Loading a kernel may wait for running ones; none may spin for a peer that is still loading.
-  check(load_all_gather(), "loading the all_gather kernels (is the library built for this GPU?)");
-  check(load_all_gather_copy_engine(), "loading the all_gather copy-engine kernels");
-  check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-  exchange.barrier();
+  exchange.together("loading kernels", [&] {
+    view_.error = new_error_record();
+    uint64_t heap_base[kMaxRanks] = {};
+    for (int peer = 0; peer < num_ranks; ++peer) {
+      heap_base[peer] = reinterpret_cast<uint64_t>(heaps_->base(peer));
+    }
+    check(cudaMemcpyAsync(region_->base(rank) + offsetof(SignalPage, heap_base), heap_base,
+                          sizeof heap_base, cudaMemcpyHostToDevice, stream),
+          "cudaMemcpyAsync");
+    check(load_all_gather(), "loading the all_gather kernels (is the library built for this GPU?)");
+    check(load_all_gather_copy_engine(), "loading the all_gather copy-engine kernels");
+    check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  });
 }
 
 void Communicator::check_pages(Exchange& exchange, cudaStream_t stream) {
-  check(load_round_trip(), "loading the round-trip kernels (is the library built for this GPU?)");
   const uint64_t seed = exchange.all_gather(process_id() ^ reinterpret_cast<uint64_t>(this))[0];
-  check(launch_leave_tokens(view_, seed, stream), "launch_leave_tokens");
-  check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-  exchange.barrier();
-  Scratch scratch(2 * num_ranks());
-  check(launch_read_tokens(view_, scratch.get(), stream), "launch_read_tokens");
-  const std::vector<uint64_t> observed = scratch.read(stream);
-  for (int peer = 0; peer < num_ranks(); ++peer) {
-    if (observed[2 * peer] != round_trip_token(seed, peer, rank()) ||
-        observed[2 * peer + 1] != round_trip_token(seed, rank(), peer)) {
-      wrong_data("signal page", rank(), peer);
+  exchange.together("writing into the peers' memory", [&] {
+    check(load_round_trip(), "loading the round-trip kernels (is the library built for this GPU?)");
+    check(launch_leave_tokens(view_, seed, stream), "launch_leave_tokens");
+    check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  });
+  exchange.together("the data round trip", [&] {
+    Scratch scratch(kObservedPerPeer * num_ranks());
+    check(launch_read_tokens(view_, scratch.get(), stream), "launch_read_tokens");
+    const std::vector<uint64_t> observed = scratch.read(stream);
+    for (int peer = 0; peer < num_ranks(); ++peer) {
+      const uint64_t* seen = &observed[kObservedPerPeer * peer];
+      if (seen[0] != round_trip_token(seed, peer, rank()) ||
+          seen[1] != round_trip_token(seed, rank(), peer) || seen[2] != 1) {
+        wrong_data("signal page", rank(), peer);
+      }
     }
-  }
+  });
 }
 
 void Communicator::check_heaps(Exchange& exchange, void* scratch_word, cudaStream_t stream) {
   uint64_t offset = 0;
-  if (!heaps_->locate(scratch_word, sizeof(uint64_t), &offset))
-    throw Error("the exported heap does not hold its own buffer");
-  const std::vector<uint64_t> offsets = exchange.all_gather(offset);
-  const std::vector<uint64_t> seeds = exchange.all_gather(process_id() + 1);
-  Scratch scratch(num_ranks() + 1);
+  const uint64_t seed = process_id() + 1;
   uint64_t* word = static_cast<uint64_t*>(scratch_word);
-  uint64_t* kept = scratch.get() + num_ranks();
-  check(launch_swap_word(word, round_trip_token(seeds[rank()], rank(), rank()), kept, stream),
-        "launch_swap_word");
-  check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-  exchange.barrier();
-  for (int peer = 0; peer < num_ranks(); ++peer) {
-    const char* remote =
-        peer == rank() ? reinterpret_cast<char*>(word) : heaps_->base(peer) + offsets[peer];
-    check(launch_read_word(reinterpret_cast<const uint64_t*>(remote), scratch.get() + peer, stream),
-          "launch_read_word");
-  }
-  const std::vector<uint64_t> seen = scratch.read(stream);
-  exchange.barrier();
-  check(cudaMemcpyAsync(word, kept, sizeof(uint64_t), cudaMemcpyDeviceToDevice, stream),
-        "cudaMemcpyAsync");
-  check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-  for (int peer = 0; peer < num_ranks(); ++peer) {
-    if (seen[peer] != round_trip_token(seeds[peer], peer, peer))
-      wrong_data("XLA's heap", rank(), peer);
-  }
+  std::unique_ptr<Scratch> scratch;
+  exchange.together("writing into XLA's heap", [&] {
+    if (!heaps_->locate(scratch_word, sizeof(uint64_t), &offset)) {
+      throw Error("the exported heap does not hold its own buffer");
+    }
+    scratch = std::make_unique<Scratch>(num_ranks() + 1);
+    check(launch_swap_word(word, round_trip_token(seed, rank(), rank()),
+                           scratch->get() + num_ranks(), stream),
+          "launch_swap_word");
+    check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  });
+  const std::vector<uint64_t> offsets = exchange.all_gather(offset);
+  const std::vector<uint64_t> seeds = exchange.all_gather(seed);
+  std::vector<uint64_t> seen;
+  exchange.together("reading the peers' heaps", [&] {
+    for (int peer = 0; peer < num_ranks(); ++peer) {
+      const char* remote =
+          peer == rank() ? reinterpret_cast<char*>(word) : heaps_->base(peer) + offsets[peer];
+      check(launch_read_word(reinterpret_cast<const uint64_t*>(remote), scratch->get() + peer,
+                             stream),
+            "launch_read_word");
+    }
+    seen = scratch->read(stream);
+  });
+  exchange.together("the data round trip through XLA's heap", [&] {
+    check(cudaMemcpyAsync(word, scratch->get() + num_ranks(), sizeof(uint64_t),
+                          cudaMemcpyDeviceToDevice, stream),
+          "cudaMemcpyAsync");
+    check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+    for (int peer = 0; peer < num_ranks(); ++peer) {
+      if (seen[peer] != round_trip_token(seeds[peer], peer, peer)) {
+        wrong_data("XLA's heap", rank(), peer);
+      }
+    }
+  });
 }
 
 size_t Communicator::workspace_bytes() const {
@@ -186,17 +203,17 @@ bool Communicator::has_channel(int channel, bool needs_landing) const {
 
 void Communicator::prepare_channel(Exchange& exchange, int channel, bool needs_landing,
                                    cudaStream_t stream) {
-  check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
   region_->grow(exchange, mailbox_bytes(channel + 1, num_ranks()), stream);
   if (!needs_landing || landing_[channel]) return;
-  const size_t bytes = kChunkBytes * kLandingSlots * num_ranks();
-  auto landing = std::make_unique<SymmetricRegion>(exchange, placements_, bytes);
-  landing->grow(exchange, bytes, stream);
-  if (!copy_engine_) {
+  exchange.together("making streams for the copy engines", [&] {
+    if (copy_engine_) return;
     auto engine = std::make_unique<CopyEngine>();
     if (!engine->ok()) throw Error("cannot make the streams of the copy-engine mechanism");
     copy_engine_ = std::move(engine);
-  }
+  });
+  const size_t bytes = Landing::bytes(num_ranks());
+  auto landing = std::make_unique<SymmetricRegion>(exchange, placements_, bytes);
+  landing->grow(exchange, bytes, stream);
   landing_[channel] = std::move(landing);
 }
 
@@ -208,6 +225,7 @@ uint64_t Communicator::publish(const void* pointer, size_t bytes) const {
         "processes pk_jax needs XLA's default "
         "preallocated heap (unset XLA_PYTHON_CLIENT_PREALLOCATE and XLA_PYTHON_CLIENT_ALLOCATOR)");
   }
+  if (offset >> kOffsetBits != 0) throw Error("a device address does not fit into 48 bits");
   return offset;
 }
 

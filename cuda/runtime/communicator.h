@@ -26,7 +26,7 @@ class Communicator {
  public:
   // Collective. `device` is current; `heap_pointer` lies in the allocation that will hold every
   // buffer given to the ops, and points to 8 bytes that may be changed for a moment when the group
-  // spans processes. Waits for `stream`.
+  // spans processes. `stream` is idle.
   Communicator(Exchange& exchange, int device, void* heap_pointer, uint64_t timeout_ns,
                cudaStream_t stream);
   Communicator(const Communicator&) = delete;
@@ -46,7 +46,7 @@ class Communicator {
 
   // True if the ops of `channel` can run; otherwise prepare_channel must be called first.
   bool has_channel(int channel, bool needs_landing) const;
-  // Collective. Grows the workspace; waits for `stream`.
+  // Collective. Grows the workspace; `stream` is idle.
   void prepare_channel(Exchange& exchange, int channel, bool needs_landing, cudaStream_t stream);
 
   // The offset under which peers find `pointer`. Throws Error if they cannot.

@@ -19,8 +19,6 @@ std::atomic<Node*> records{nullptr};  // only ever grows at the front
 
 const char* name(Op op) {
   switch (op) {
-    case Op::kRoundTrip:
-      return "round trip";
     case Op::kAllGather:
       return "all_gather";
     case Op::kNone:
@@ -41,8 +39,6 @@ const char* what(Slot slot) {
       return "to copy a chunk here (landed slot)";
     case Slot::kTaken:
       return "to take a chunk out of its landing buffer (taken slot)";
-    case Slot::kToken:
-      return "to answer the check of the communicator (token slot)";
   }
   return "(unknown slot)";
 }

@@ -37,7 +37,7 @@ class Exchange {
     std::exception_ptr mine;
     try {
       step();
-    } catch (const Error&) {
+    } catch (...) {
       mine = std::current_exception();
     }
     const std::vector<char> failed = all_gather(static_cast<char>(mine != nullptr));

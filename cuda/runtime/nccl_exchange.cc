@@ -8,11 +8,11 @@
 #include <thread>
 
 #include "runtime/check.h"
+#include "runtime/time_limit.h"
 
 namespace pk {
 namespace {
 
-constexpr auto kTimeout = std::chrono::seconds(120);
 constexpr int kNcclSuccess = 0;
 constexpr int kNcclInProgress = 7;
 constexpr int kNcclInt8 = 0;
@@ -56,7 +56,8 @@ void check_nccl(int status, const char* what) {
   }
 }
 
-// Device memory for one exchange.
+// Device memory for one exchange. Lost on purpose when a rank never came: freeing it would wait for
+// the NCCL kernel that is still waiting for that rank.
 struct Buffer {
   char* data = nullptr;
   explicit Buffer(size_t bytes) {
@@ -64,12 +65,15 @@ struct Buffer {
     check(cudaMalloc(&memory, bytes), "cudaMalloc");
     data = static_cast<char*>(memory);
   }
-  ~Buffer() { cudaFree(data); }
+  ~Buffer() {
+    if (data) cudaFree(data);
+  }
 };
 
 // XLA's communicators may be non-blocking, and a rank may be gone: wait with an eye on both.
-void wait(void* comm, cudaStream_t stream) {
-  const auto deadline = std::chrono::steady_clock::now() + kTimeout;
+void wait(void* comm, cudaStream_t stream, Buffer& buffer) {
+  const auto limit = std::chrono::nanoseconds(time_limit_ns());
+  const auto start = std::chrono::steady_clock::now();
   for (int polls = 0;; ++polls) {
     int status = kNcclSuccess;
     check_nccl(Nccl::get().comm_get_async_error(comm, &status), "ncclCommGetAsyncError");
@@ -77,10 +81,11 @@ void wait(void* comm, cudaStream_t stream) {
     const cudaError_t done = cudaStreamQuery(stream);
     if (done == cudaSuccess && status == kNcclSuccess) return;
     if (done != cudaErrorNotReady) check(done, "cudaStreamQuery");
-    if (std::chrono::steady_clock::now() > deadline) {
+    if (std::chrono::steady_clock::now() - start > limit) {
+      buffer.data = nullptr;
       throw Error(
-          "a rank did not take part in building a communicator for 120 s; did every process run "
-          "the same program?");
+          "a rank did not take part in building a communicator within PK_JAX_TIMEOUT_S; did "
+          "every process run the same program?");
     }
     if (polls > 1000) std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
@@ -113,7 +118,7 @@ void NcclExchange::all_gather(const void* mine, void* all, size_t bytes) {
   check_nccl(
       Nccl::get().all_gather(buffer.data, buffer.data + bytes, bytes, kNcclInt8, comm_, stream_),
       "ncclAllGather");
-  wait(comm_, stream_);
+  wait(comm_, stream_, buffer);
   std::vector<char> gathered(bytes * num_ranks_);
   check(cudaMemcpyAsync(gathered.data(), buffer.data + bytes, gathered.size(),
                         cudaMemcpyDeviceToHost, stream_),

@@ -7,16 +7,17 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <fstream>
+#include <utility>
 
 #include "runtime/check.h"
+#include "runtime/time_limit.h"
 
 namespace pk {
 namespace {
-
-constexpr int kExchangeTimeoutMs = 60'000;
 
 [[noreturn]] void fail(const std::string& what) { throw Error(what + ": " + std::strerror(errno)); }
 
@@ -27,22 +28,33 @@ T random_value() {
   return value;
 }
 
-class Socket {
- public:
-  Socket() : fd_(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
-    if (fd_ < 0) fail("socket");
-  }
-  explicit Socket(int fd) : fd_(fd) {}
-  Socket(const Socket&) = delete;
-  Socket& operator=(const Socket&) = delete;
-  ~Socket() {
-    if (fd_ >= 0) close(fd_);
-  }
-  int fd() const { return fd_; }
+// Calls again what a signal interrupted: Python programs have signal handlers.
+template <typename Call>
+auto restarted(Call call) {
+  auto result = call();
+  while (result < 0 && errno == EINTR) result = call();
+  return result;
+}
 
- private:
-  int fd_;
-};
+Descriptor open_socket() {
+  Descriptor fd(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  if (!fd) fail("socket");
+  return fd;
+}
+
+// Waits for something to read, at most as long as for any other rank.
+bool readable(int fd) {
+  const int limit_ms = static_cast<int>(std::min<uint64_t>(time_limit_ns() / 1'000'000, 1 << 30));
+  pollfd waiting{fd, POLLIN, 0};
+  return restarted([&] { return poll(&waiting, 1, limit_ms); }) == 1;
+}
+
+bool same_user(int connection) {
+  ucred peer{};
+  socklen_t size = sizeof peer;
+  return getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 &&
+         peer.uid == geteuid();
+}
 
 struct Rendezvous {
   uint64_t name[2];
@@ -67,11 +79,15 @@ sockaddr_un abstract_address(const Rendezvous& rendezvous, socklen_t* length) {
 }
 
 void send_descriptor(const Rendezvous& to, int32_t sender, int descriptor) {
-  Socket socket;
+  const Descriptor socket = open_socket();
   socklen_t length;
   const sockaddr_un address = abstract_address(to, &length);
-  if (connect(socket.fd(), reinterpret_cast<const sockaddr*>(&address), length) != 0)
+  if (restarted([&] {
+        return connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), length);
+      }) != 0) {
     fail("connect to a peer process");
+  }
+  if (!same_user(socket.get())) throw Error("the socket of a peer process belongs to another user");
   Message message{{to.secret[0], to.secret[1]}, sender};
   iovec data{&message, sizeof message};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
@@ -85,19 +101,13 @@ void send_descriptor(const Rendezvous& to, int32_t sender, int descriptor) {
   rights->cmsg_type = SCM_RIGHTS;
   rights->cmsg_len = CMSG_LEN(sizeof(int));
   std::memcpy(CMSG_DATA(rights), &descriptor, sizeof(int));
-  if (sendmsg(socket.fd(), &header, MSG_NOSIGNAL) != sizeof message)
+  if (restarted([&] { return sendmsg(socket.get(), &header, MSG_NOSIGNAL); }) != sizeof message)
     fail("send a descriptor to a peer process");
 }
 
 // One accepted connection: the sender and its descriptor, or sender -1 for a stranger.
-std::pair<int, int> receive_descriptor(int connection, const Rendezvous& mine) {
-  ucred sender{};
-  socklen_t size = sizeof sender;
-  if (getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &sender, &size) != 0 ||
-      sender.uid != geteuid())
-    return {-1, -1};
-  pollfd waiting{connection, POLLIN, 0};
-  if (poll(&waiting, 1, kExchangeTimeoutMs) != 1) return {-1, -1};
+std::pair<int, Descriptor> receive_descriptor(int connection, const Rendezvous& mine) {
+  if (!same_user(connection) || !readable(connection)) return {-1, Descriptor()};
   Message message{};
   iovec data{&message, sizeof message};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
@@ -106,21 +116,48 @@ std::pair<int, int> receive_descriptor(int connection, const Rendezvous& mine) {
   header.msg_iovlen = 1;
   header.msg_control = control;
   header.msg_controllen = sizeof control;
-  const ssize_t got = recvmsg(connection, &header, MSG_CMSG_CLOEXEC);
+  const ssize_t got = restarted([&] { return recvmsg(connection, &header, MSG_CMSG_CLOEXEC); });
   const cmsghdr* rights = CMSG_FIRSTHDR(&header);
-  int descriptor = -1;
+  Descriptor descriptor;
   if (rights && rights->cmsg_level == SOL_SOCKET && rights->cmsg_type == SCM_RIGHTS &&
       rights->cmsg_len == CMSG_LEN(sizeof(int))) {
-    std::memcpy(&descriptor, CMSG_DATA(rights), sizeof(int));
+    int fd;
+    std::memcpy(&fd, CMSG_DATA(rights), sizeof(int));
+    descriptor = Descriptor(fd);
   }
   const bool known =
       got == sizeof message && std::memcmp(message.secret, mine.secret, sizeof mine.secret) == 0;
-  if (known && descriptor >= 0) return {message.sender, descriptor};
-  if (descriptor >= 0) close(descriptor);
-  return {-1, -1};
+  if (known && descriptor) return {message.sender, std::move(descriptor)};
+  return {-1, Descriptor()};
+}
+
+// Takes descriptors until there is one of every rank in another process.
+std::vector<Descriptor> receive_all(const Descriptor& listener, const Rendezvous& mine,
+                                    int num_ranks, int expected) {
+  std::vector<Descriptor> received(num_ranks);
+  while (expected > 0) {
+    if (!readable(listener.get())) {
+      throw Error("a peer process did not hand over its memory in time");
+    }
+    const Descriptor connection(
+        restarted([&] { return accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC); }));
+    if (!connection) fail("accept");
+    auto [sender, descriptor] = receive_descriptor(connection.get(), mine);
+    if (sender < 0) continue;  // a stranger: not of this job
+    if (sender >= num_ranks || received[sender]) {
+      throw Error("two descriptors from rank " + std::to_string(sender));
+    }
+    received[sender] = std::move(descriptor);
+    --expected;
+  }
+  return received;
 }
 
 }  // namespace
+
+Descriptor::~Descriptor() {
+  if (fd_ >= 0) close(fd_);
+}
 
 std::string host_id() {
   std::string boot;
@@ -136,48 +173,35 @@ uint64_t process_id() {
   return id;
 }
 
-std::vector<int> exchange_descriptors(Exchange& exchange, const std::vector<Placement>& placements,
-                                      int descriptor) {
+std::vector<Descriptor> exchange_descriptors(Exchange& exchange,
+                                             const std::vector<Placement>& placements,
+                                             const Descriptor& mine) {
   const int num_ranks = exchange.num_ranks();
   const int rank = exchange.rank();
-  const Rendezvous mine = random_value<Rendezvous>();
-  Socket listener;
-  socklen_t length;
-  const sockaddr_un address = abstract_address(mine, &length);
-  if (bind(listener.fd(), reinterpret_cast<const sockaddr*>(&address), length) != 0) fail("bind");
-  if (listen(listener.fd(), num_ranks) != 0) fail("listen");
-  const std::vector<Rendezvous> all = exchange.all_gather(mine);
-  int expected = 0;
-  for (int peer = 0; peer < num_ranks; ++peer) {
-    if (placements[peer].process == placements[rank].process) continue;
-    // The listener's backlog takes the message whether or not the peer accepts yet: no order of
-    // ranks can block.
-    send_descriptor(all[peer], rank, descriptor);
-    ++expected;
-  }
-  std::vector<int> received(num_ranks, -1);
-  try {
-    while (expected > 0) {
-      pollfd waiting{listener.fd(), POLLIN, 0};
-      if (poll(&waiting, 1, kExchangeTimeoutMs) != 1)
-        throw Error("a peer process did not hand over its memory in time");
-      Socket connection(accept4(listener.fd(), nullptr, nullptr, SOCK_CLOEXEC));
-      if (connection.fd() < 0) fail("accept");
-      const auto [sender, given] = receive_descriptor(connection.fd(), mine);
-      if (sender < 0) continue;  // a stranger: not of this job
-      if (sender >= num_ranks || received[sender] >= 0) {
-        close(given);
-        throw Error("two descriptors from rank " + std::to_string(sender));
-      }
-      received[sender] = given;
-      --expected;
+  Rendezvous here{};
+  Descriptor listener;
+  exchange.together("opening a socket for the peers", [&] {
+    here = random_value<Rendezvous>();
+    listener = open_socket();
+    socklen_t length;
+    const sockaddr_un address = abstract_address(here, &length);
+    if (bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0)
+      fail("bind");
+    if (listen(listener.get(), num_ranks) != 0) fail("listen");
+  });
+  const std::vector<Rendezvous> all = exchange.all_gather(here);
+  std::vector<Descriptor> received;
+  exchange.together("handing memory to the peers", [&] {
+    int expected = 0;
+    for (int peer = 0; peer < num_ranks; ++peer) {
+      if (placements[peer].process == placements[rank].process) continue;
+      // The listener's backlog takes the message whether or not the peer accepts yet: no order of
+      // ranks can block.
+      send_descriptor(all[peer], rank, mine.get());
+      ++expected;
     }
-  } catch (...) {
-    for (int fd : received) {
-      if (fd >= 0) close(fd);
-    }
-    throw;
-  }
+    received = receive_all(listener, here, num_ranks, expected);
+  });
   return received;
 }
 

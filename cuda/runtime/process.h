@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "runtime/exchange.h"
@@ -23,14 +24,33 @@ struct Placement {
   int32_t device;    // CUDA ordinal within the process
 };
 
-// Hands a descriptor to every rank of `placements` that lives in another process, and takes one
-// from each. Collective over the ranks of `exchange`. The descriptors returned, one a rank (-1 for
-// ranks of this process), belong to the caller.
+// A file descriptor with an owner.
+class Descriptor {
+ public:
+  Descriptor() = default;
+  explicit Descriptor(int fd) : fd_(fd) {}
+  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Descriptor& operator=(Descriptor&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~Descriptor();
+  int get() const { return fd_; }
+  explicit operator bool() const { return fd_ >= 0; }
+
+ private:
+  int fd_ = -1;
+};
+
+// Hands `mine` to every rank of `placements` that lives in another process, and takes one
+// descriptor from each: one a rank, empty for ranks of this process. Collective over the ranks of
+// `exchange`; throws on all of them if it fails on any.
 //
-// Unix sockets in the abstract namespace, named at random and gone when closed; each message
-// carries a secret that only the job's own ranks know from the exchange, and the sender must run as
-// the same user.
-std::vector<int> exchange_descriptors(Exchange& exchange, const std::vector<Placement>& placements,
-                                      int descriptor);
+// Unix sockets in the abstract namespace, named at random and gone when closed. Each message
+// carries a secret that only the job's own ranks know from the exchange, and both ends must run as
+// one user.
+std::vector<Descriptor> exchange_descriptors(Exchange& exchange,
+                                             const std::vector<Placement>& placements,
+                                             const Descriptor& mine);
 
 }  // namespace pk

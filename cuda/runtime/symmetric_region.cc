@@ -1,7 +1,5 @@
 #include "runtime/symmetric_region.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <string>
 #include <utility>
@@ -21,21 +19,23 @@ CUmemAllocationProp properties(int device) {
   return properties;
 }
 
-// A descriptor that is closed when it goes out of scope.
-struct Descriptor {
-  int fd = -1;
-  ~Descriptor() {
-    if (fd >= 0) close(fd);
-  }
-};
-
-CUmemGenericAllocationHandle import_and_close(int fd) {
-  Descriptor descriptor{fd};
+CUmemGenericAllocationHandle import(const Descriptor& descriptor) {
   CUmemGenericAllocationHandle memory;
-  check(Driver::get().mem_import(&memory, reinterpret_cast<void*>(static_cast<intptr_t>(fd)),
+  check(Driver::get().mem_import(&memory,
+                                 reinterpret_cast<void*>(static_cast<intptr_t>(descriptor.get())),
                                  CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
         "cuMemImportFromShareableHandle");
   return memory;
+}
+
+// `what` names the memory for the error.
+Descriptor export_and_release(CUmemGenericAllocationHandle memory, const char* what) {
+  int fd = -1;
+  const CUresult exported =
+      Driver::get().mem_export(&fd, memory, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
+  Driver::get().mem_release(memory);
+  check(exported, what);
+  return Descriptor(fd);
 }
 
 bool same_process(const Placement& a, const Placement& b) { return a.process == b.process; }
@@ -84,27 +84,39 @@ void AddressRange::map(CUmemGenericAllocationHandle memory, size_t offset, size_
         "cuMemSetAccess");
 }
 
+void AddressRange::unmap(size_t offset) {
+  const auto piece = std::find_if(pieces_.begin(), pieces_.end(),
+                                  [&](const Piece& p) { return p.offset == offset; });
+  if (piece == pieces_.end()) return;
+  Driver::get().mem_unmap(base_ + offset, piece->bytes);
+  pieces_.erase(piece);
+}
+
 SymmetricRegion::SymmetricRegion(Exchange& exchange, const std::vector<Placement>& placements,
                                  size_t most)
-    : placements_(placements), rank_(exchange.rank()), base_(placements.size()) {
-  const CUmemAllocationProp own = properties(placements[rank_].device);
-  check(Driver::get().mem_get_allocation_granularity(&granularity_, &own,
-                                                     CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
-        "cuMemGetAllocationGranularity");
-  most_ = (most + granularity_ - 1) / granularity_ * granularity_;
-  own_ = AddressRange(most_);
-  for (const Placement& placement : placements) {
-    if (!same_process(placement, placements[rank_])) continue;
-    if (std::find(local_devices_.begin(), local_devices_.end(), placement.device) ==
-        local_devices_.end()) {
-      local_devices_.push_back(placement.device);
+    : placements_(placements),
+      rank_(exchange.rank()),
+      imported_(placements.size()),
+      base_(placements.size()) {
+  exchange.together("reserving addresses", [&] {
+    const CUmemAllocationProp own = properties(placements[rank_].device);
+    check(Driver::get().mem_get_allocation_granularity(&granularity_, &own,
+                                                       CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
+          "cuMemGetAllocationGranularity");
+    most_ = (most + granularity_ - 1) / granularity_ * granularity_;
+    own_ = AddressRange(most_);
+    for (size_t peer = 0; peer < placements.size(); ++peer) {
+      if (!same_process(placements[peer], placements[rank_])) {
+        imported_[peer] = AddressRange(most_);
+      } else if (std::find(local_devices_.begin(), local_devices_.end(), placements[peer].device) ==
+                 local_devices_.end()) {
+        local_devices_.push_back(placements[peer].device);
+      }
     }
-  }
+  });
   // Ranks of one process share one address space: the owner's mapping serves them all.
   const std::vector<char*> addresses = exchange.all_gather(own_.base());
-  imported_.resize(placements.size());
   for (size_t peer = 0; peer < placements.size(); ++peer) {
-    if (!same_process(placements[peer], placements[rank_])) imported_[peer] = AddressRange(most_);
     base_[peer] = imported_[peer].base() ? imported_[peer].base() : addresses[peer];
   }
 }
@@ -112,39 +124,51 @@ SymmetricRegion::SymmetricRegion(Exchange& exchange, const std::vector<Placement
 void SymmetricRegion::grow(Exchange& exchange, size_t bytes, cudaStream_t stream) {
   const size_t target = (bytes + granularity_ - 1) / granularity_ * granularity_;
   if (target <= bytes_) return;
-  if (target > most_)
-    throw Error("a symmetric region cannot grow to " + std::to_string(bytes) + " bytes");
+  try {
+    back(exchange, target, stream);
+  } catch (...) {
+    // All ranks are here (Exchange::together): leave the region as it was, fit to be tried again.
+    own_.unmap(bytes_);
+    for (AddressRange& range : imported_) range.unmap(bytes_);
+    throw;
+  }
+  bytes_ = target;
+}
+
+void SymmetricRegion::back(Exchange& exchange, size_t target, cudaStream_t stream) {
   const size_t added = target - bytes_;
-  const Driver& driver = Driver::get();
-  const CUmemAllocationProp own = properties(placements_[rank_].device);
   const bool remote = !one_process(placements_);
   Descriptor shared;
   exchange.together("growing a workspace", [&] {
-    CUmemGenericAllocationHandle memory;
+    if (target > most_) {
+      throw Error("a symmetric region cannot grow to " + std::to_string(target) + " bytes");
+    }
+    const CUmemAllocationProp own = properties(placements_[rank_].device);
     const std::string create =
         "cuMemCreate of " + std::to_string(added) +
         " bytes outside XLA's heap (lower XLA_PYTHON_CLIENT_MEM_FRACTION to leave room)";
-    check(driver.mem_create(&memory, added, &own, 0), create.c_str());
-    CUresult exported = CUDA_SUCCESS;
-    if (remote)
-      exported = driver.mem_export(&shared.fd, memory, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
+    CUmemGenericAllocationHandle memory;
+    check(Driver::get().mem_create(&memory, added, &own, 0), create.c_str());
     own_.map(memory, bytes_, added, local_devices_);
-    check(exported, "cuMemExportToShareableHandle");
+    if (remote) {
+      CUmemGenericAllocationHandle again;
+      check(Driver::get().mem_retain_allocation_handle(&again, own_.base() + bytes_),
+            "cuMemRetainAllocationHandle");
+      shared = export_and_release(again, "cuMemExportToShareableHandle");
+    }
     check(cudaMemsetAsync(own_.base() + bytes_, 0, added, stream), "cudaMemsetAsync");
     check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
   });
   // Nobody writes to a piece before its owner has cleared it (above) and everybody has mapped it
   // (below).
+  if (!remote) return;
+  const std::vector<Descriptor> received = exchange_descriptors(exchange, placements_, shared);
   exchange.together("mapping a workspace", [&] {
-    if (!remote) return;
-    const std::vector<int> received = exchange_descriptors(exchange, placements_, shared.fd);
     for (size_t peer = 0; peer < received.size(); ++peer) {
-      if (received[peer] < 0) continue;
-      imported_[peer].map(import_and_close(received[peer]), bytes_, added,
-                          {placements_[rank_].device});
+      if (!received[peer]) continue;
+      imported_[peer].map(import(received[peer]), bytes_, added, {placements_[rank_].device});
     }
   });
-  bytes_ = target;
 }
 
 PeerHeaps::PeerHeaps(Exchange& exchange, const std::vector<Placement>& placements,
@@ -161,25 +185,21 @@ PeerHeaps::PeerHeaps(Exchange& exchange, const std::vector<Placement>& placement
     CUmemGenericAllocationHandle memory;
     check(driver.mem_retain_allocation_handle(&memory, reinterpret_cast<void*>(own_base_)),
           "cuMemRetainAllocationHandle of XLA's heap (use XLA's default allocator)");
-    const CUresult exported =
-        driver.mem_export(&shared.fd, memory, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
-    driver.mem_release(memory);
-    check(exported, "cuMemExportToShareableHandle of XLA's heap");
+    shared = export_and_release(memory, "cuMemExportToShareableHandle of XLA's heap");
   });
   struct Heap {
     uint64_t base, bytes;
   };
   const std::vector<Heap> heaps = exchange.all_gather(Heap{own_base_, own_bytes_});
+  const std::vector<Descriptor> received = exchange_descriptors(exchange, placements, shared);
   exchange.together("mapping the peers' heaps", [&] {
-    const std::vector<int> received = exchange_descriptors(exchange, placements, shared.fd);
     for (size_t peer = 0; peer < placements.size(); ++peer) {
-      if (received[peer] < 0) {
+      if (!received[peer]) {
         base_[peer] = reinterpret_cast<char*>(heaps[peer].base);
         continue;
       }
       imported_[peer] = AddressRange(heaps[peer].bytes);
-      imported_[peer].map(import_and_close(received[peer]), 0, heaps[peer].bytes,
-                          {placements[rank].device});
+      imported_[peer].map(import(received[peer]), 0, heaps[peer].bytes, {placements[rank].device});
       base_[peer] = imported_[peer].base();
     }
   });

@@ -28,6 +28,8 @@ class AddressRange {
   // Takes the reference to `memory`: it is released whether or not the call succeeds.
   void map(CUmemGenericAllocationHandle memory, size_t offset, size_t bytes,
            const std::vector<int>& devices);
+  // Undoes the map at `offset`, if there is one.
+  void unmap(size_t offset);
   char* base() const { return reinterpret_cast<char*>(base_); }
 
  private:
@@ -54,10 +56,12 @@ class SymmetricRegion {
   char* base(int rank) const { return base_[rank]; }
 
  private:
+  void back(Exchange& exchange, size_t target, cudaStream_t stream);
+
   std::vector<Placement> placements_;
   int rank_;
-  size_t most_;
-  size_t granularity_;
+  size_t most_ = 0;
+  size_t granularity_ = 0;
   size_t bytes_ = 0;
   std::vector<int> local_devices_;
   AddressRange own_;

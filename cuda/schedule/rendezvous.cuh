@@ -22,8 +22,6 @@ namespace pk {
 // space (its exported heap, or plain memory with heap base 0), and with how many blocks it will
 // write to theirs.
 struct Invitation {
-  static constexpr int kOffsetBits = 48;  // all of a GPU's address space
-
   uint64_t word;
 
   __device__ __forceinline__ Invitation(uint64_t offset, uint32_t num_blocks)

@@ -24,11 +24,12 @@ inline constexpr int kNumChannels = 16;
 inline constexpr size_t kLowLatencyBytes = 128 << 10;
 inline constexpr size_t kLowLatencySlotBytes = 2 * kLowLatencyBytes;
 
-// The copy-engine path moves chunks of at most this size through a ring of slots in the receiver's
-// landing buffer, emptied by a fixed number of blocks.
-inline constexpr size_t kChunkBytes = 16 << 20;
+// The copy-engine path cuts a part into about kChunks chunks within these sizes and moves them
+// through a ring of slots in the receiver's landing buffer.
+inline constexpr int kChunks = 16;
+inline constexpr size_t kLeastChunkBytes = 1 << 20;
+inline constexpr size_t kMostChunkBytes = 16 << 20;
 inline constexpr int kLandingSlots = 4;
-inline constexpr int kDrainBlocks = 32;
 
 // The most blocks an op may have: each has an epoch word of its own.
 inline constexpr int kMaxBlocks = 512;
@@ -41,8 +42,10 @@ struct alignas(128) Channel {
   uint32_t epoch[kMaxBlocks];
   // Blocks that have ended in the call under way; the last one puts it back to zero.
   alignas(128) uint32_t ended;
-  // Chunks moved by the copy-engine path so far; a multiple of kLandingSlots.
+  // Copy-engine path. Chunks moved so far, a multiple of kLandingSlots; pieces of work handed out
+  // in the call under way.
   uint32_t chunks;
+  alignas(128) uint32_t work;
   // [peer]: where the peer's result is in this epoch, and with how many blocks it pushes, as two
   // words of (epoch << 32 | half). See Invitation.
   alignas(128) uint64_t invitation[kMaxRanks][2];
@@ -53,9 +56,11 @@ struct alignas(128) Channel {
   // Copy-engine path. [peer][slot]: number of the last chunk the peer has put into that slot of
   // this rank's landing buffer.
   alignas(128) uint32_t landed[kMaxRanks][kLandingSlots];
-  // [peer][slot]: how often a block of the peer has emptied its share of that slot; kDrainBlocks
-  // times a chunk. A count a slot, since blocks may be a whole ring of slots apart.
+  // [peer][slot]: how many chunks the peer has taken out of that slot of ours in its landing
+  // buffer.
   alignas(128) uint32_t taken[kMaxRanks][kLandingSlots];
+  // [peer][slot]: tiles that blocks of this rank have taken out of the slot's present chunk.
+  alignas(128) uint32_t emptied[kMaxRanks][kLandingSlots];
 };
 
 struct SignalPage {
@@ -65,9 +70,14 @@ struct SignalPage {
   alignas(128) uint64_t heap_base[kMaxRanks];
   // [peer]: the token the peer left here when the communicator was checked.
   alignas(128) uint64_t check[kMaxRanks];
+  alignas(128) uint32_t check_count[kMaxRanks];
 };
 
 inline constexpr size_t kSignalPageBytes = (sizeof(SignalPage) + 4095) / 4096 * 4096;
+
+// A published address is an offset of this many bits; the rest of its word says something else
+// (schedule/rendezvous.cuh).
+inline constexpr int kOffsetBits = 48;
 
 struct ErrorRecord;
 

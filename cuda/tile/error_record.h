@@ -8,16 +8,15 @@
 
 namespace pk {
 
-enum class Op : uint32_t { kNone = 0, kRoundTrip = 1, kAllGather = 2 };
+enum class Op : uint32_t { kNone = 0, kAllGather = 1 };
 
-// What a wait was for; the host turns it into words (runtime/error_text.h).
+// What a wait was for; the host turns it into words (runtime/error_log.cc).
 enum class Slot : uint32_t {
   kInvitation = 0,  // the peer says where its result is: it has reached the op
   kData = 1,        // a data word of the peer in the mailbox
   kLeave = 2,       // the peer is done with this rank's buffers
   kLanded = 3,      // a chunk of the peer in the landing buffer
   kTaken = 4,       // the peer has emptied its landing buffer
-  kToken = 5,       // the peer's token when a communicator is checked
 };
 
 struct ErrorRecord {

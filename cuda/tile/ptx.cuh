@@ -9,8 +9,7 @@
 
 namespace pk::ptx {
 
-// ---- generic-proxy loads, stores and fences
-// -------------------------------------------------------------------------
+// ---- generic-proxy loads, stores and fences ----
 
 __device__ __forceinline__ uint32_t ld_acquire_sys(const uint32_t* address) {
   uint32_t value;
@@ -69,6 +68,15 @@ __device__ __forceinline__ uint32_t atom_add_relaxed_gpu(uint32_t* address, uint
   return old;
 }
 
+__device__ __forceinline__ uint32_t atom_add_acq_rel_gpu(uint32_t* address, uint32_t value) {
+  uint32_t old;
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(address), "r"(value)
+               : "memory");
+  return old;
+}
+
 __device__ __forceinline__ void red_add_release_sys(uint32_t* address, uint32_t value) {
   asm volatile("red.add.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
@@ -80,7 +88,6 @@ __device__ __forceinline__ void fence_proxy_async() {
 }
 
 // ---- mbarriers
-// ------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
@@ -119,7 +126,6 @@ __device__ __forceinline__ bool mbarrier_try_wait_parity(uint64_t* barrier, uint
 }
 
 // ---- 1-D bulk copies (TMA without a tensor map): any global address, a peer's included
-// ------------------------------
 
 // global -> shared. 16-byte aligned, a multiple of 16 bytes; completes on the mbarrier's
 // transaction count.
@@ -157,7 +163,6 @@ __device__ __forceinline__ void cp_async_bulk_wait_group() {
 }
 
 // ---- time and failure
-// -----------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint64_t globaltimer_ns() {
   uint64_t now;
