@@ -5,8 +5,8 @@ import json
 import os
 import re
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from pk_jax import _compat, _registry
 from pk_jax._compat import Device
@@ -17,6 +17,36 @@ EXCHANGE_TIMEOUT_S = 300
 _KEY = "pk_jax/capability/{}"
 
 
+class Heap(NamedTuple):
+    """XLA's GPU heap as the environment asks for it.
+
+    Attributes:
+        allocator: its kind.
+        preallocate: whether it is to be reserved at the start.
+        mem_fraction: the share of a GPU that it takes then.
+    """
+
+    allocator: str
+    preallocate: bool
+    mem_fraction: str = "0.75"
+
+    @property
+    def one_region(self) -> bool:
+        """Whether all of it lies in one region, which other processes can map."""
+        return self.preallocate and self.allocator in ("default", "bfc")
+
+
+def heap(variables: Mapping[str, str]) -> Heap:
+    """The heap that `variables` ask for, read as jaxlib reads them; empty ones count as unset."""
+    return Heap(
+        variables.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() or "default",
+        variables.get("XLA_PYTHON_CLIENT_PREALLOCATE", "") not in ("0", "false", "False"),
+        variables.get("XLA_CLIENT_MEM_FRACTION")
+        or variables.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
+        or "0.75",
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Gpu:
     """One GPU of a process.
@@ -25,13 +55,16 @@ class Gpu:
         id: JAX's global device id.
         uuid: the GPU's own name, the same in every process.
         compute_capability: (major, minor).
-        reaches: uuid of each other GPU the process sees -> whether this GPU has peer access to it.
+        reaches: uuid of each other GPU the process sees -> whether the kernels of this GPU can work
+            on its memory: by peer access and with atomics, as over NVLink.
+        without_atomics: uuids of those that fail for the atomics alone, as over PCIe.
     """
 
     id: int
     uuid: str
     compute_capability: tuple[int, int]
     reaches: dict[str, bool]
+    without_atomics: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +74,8 @@ class Capability:
     Attributes:
         index: process index in the run.
         host_id: equal exactly for processes that can pass each other file descriptors.
-        allocator: kind of XLA's heap: "default", "platform" or "cuda_async".
-        preallocate: whether the heap is reserved at the start, as one region.
+        allocator: kind of XLA's heap: "default", "platform", "cuda_async" and so on.
+        preallocate: whether the heap is asked to be reserved at the start.
         version: versions of pk_jax and jaxlib.
         problem: why the kernels cannot run in this process at all; None if they can.
         gpus: the GPUs of the process.
@@ -59,7 +92,7 @@ class Capability:
     @property
     def one_heap(self) -> bool:
         """Whether all of XLA's memory lies in one region that can be exported."""
-        return self.preallocate and self.allocator in ("default", "bfc")
+        return Heap(self.allocator, self.preallocate).one_region
 
     def to_json(self) -> str:
         """The record as text."""
@@ -70,7 +103,7 @@ class Capability:
         """The record that `to_json` wrote."""
         fields = json.loads(text)
         gpus = tuple(
-            Gpu(**gpu | {"compute_capability": tuple(gpu["compute_capability"])})
+            Gpu(**gpu | {key: tuple(gpu[key]) for key in ("compute_capability", "without_atomics")})
             for gpu in fields.pop("gpus")
         )
         return cls(**fields, gpus=gpus)
@@ -113,11 +146,11 @@ def describe(client: Any) -> Capability:
     GPUs is which JAX device.
     """
     problem = _registry.why_missing() or _other_cuda(client)
+    found = heap(os.environ)
     base = Capability(
         index=client.process_index(),
-        allocator=os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower(),
-        preallocate=os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower()
-        not in ("0", "false"),
+        allocator=found.allocator,
+        preallocate=found.preallocate,
         version=_versions(),
         problem=problem,
     )
@@ -133,23 +166,28 @@ def describe(client: Any) -> Capability:
 
 
 def _gpus(topology: dict[str, Any], ids: dict[int, int]) -> tuple[Gpu, ...]:
-    """The GPUs that JAX uses, with access to every GPU the process sees."""
+    """The GPUs that JAX uses, with their way to every GPU the process sees."""
     seen = topology["devices"]
-    rows = zip(seen, topology["peer_access"], strict=True)
-    return tuple(
-        Gpu(
-            id=ids[device["ordinal"]],
-            uuid=device["uuid"],
-            compute_capability=tuple(device["compute_capability"]),
-            reaches={
-                other["uuid"]: bool(access)
-                for other, access in zip(seen, row, strict=True)
-                if other["uuid"] != device["uuid"]
-            },
+    gpus = []
+    rows = zip(seen, topology["peer_access"], topology["nvlink"], strict=True)
+    for device, access, atomics in rows:
+        if device["ordinal"] not in ids:
+            continue
+        others = [
+            (other["uuid"], bool(access[i]), bool(access[i] and atomics[i]))
+            for i, other in enumerate(seen)
+            if other["uuid"] != device["uuid"]
+        ]
+        gpus.append(
+            Gpu(
+                id=ids[device["ordinal"]],
+                uuid=device["uuid"],
+                compute_capability=tuple(device["compute_capability"]),
+                reaches={uuid: usable for uuid, _, usable in others},
+                without_atomics=tuple(u for u, mapped, usable in others if mapped and not usable),
+            )
         )
-        for device, row in rows
-        if device["ordinal"] in ids
-    )
+    return tuple(gpus)
 
 
 def _other_cuda(client: Any) -> str | None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from pk_jax import _compat, _registry, _selection
+from pk_jax import _capability, _compat, _registry, _selection
 from pk_jax._tuning import cost_model, hardware
 
 # Read from the environment by pk_jax, JAX, XLA, CUDA or NCCL, with a bearing on paths or speed.
@@ -97,19 +97,17 @@ def environment() -> dict[str, str]:
 
 def allocator(variables: Mapping[str, str]) -> dict[str, Any]:
     """The kind of XLA's GPU heap that `variables` ask for, and what it means for peers."""
-    kind = variables.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() or "default"
-    preallocate = variables.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower()
-    one_region = preallocate not in ("0", "false") and kind in ("default", "bfc")
-    if kind == "cuda_async":
+    heap = _capability.heap(variables)
+    if heap.allocator == "cuda_async":
         means = "no peer can map it, so every op takes the reference"
-    elif one_region:
+    elif heap.one_region:
         means = f"{_DIRECT}, in one process and across processes"
     else:
         means = f"{_DIRECT}; across processes ops take the reference, as it is not one region"
     return {
-        "kind": kind,
-        "preallocate": one_region,
-        "mem_fraction": variables.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75"),
+        "kind": heap.allocator,
+        "preallocate": heap.one_region,
+        "mem_fraction": heap.mem_fraction,
         "means": means,
     }
 
@@ -205,7 +203,7 @@ def _live() -> dict[str, Any]:
     library = _registry.library
     return {
         "communicators": library.communicators() if library is not None else [],
-        "last_error": library.last_error() if library is not None else None,
+        "last_error": _registry.last_error(),
     }
 
 

@@ -3,7 +3,8 @@
 A wait on the device that runs out of time leaves a record (op, rank, peer, slot, expected, seen) in
 host memory and traps. XLA then raises JaxRuntimeError, whose text only says that a launch failed;
 the hooks here add the record to it as a note, wherever the exception ends up uncaught. Programs
-that catch it can call `explain` on it. The next execution of a pk op fails with the record itself.
+that catch it can ask `pk_jax.last_error()`. The next execution of a pk op fails with the record
+itself.
 """
 
 import sys

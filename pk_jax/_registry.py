@@ -37,6 +37,18 @@ def why_missing() -> str | None:
     return None
 
 
+def last_error() -> str | None:
+    """What the first kernel of this process that gave up has left: op, rank, peer, slot and values.
+
+    A kernel gives up when a peer keeps it waiting too long; XLA's error then only says that a
+    launch failed. Fit for the ``except`` branch of a program that catches that error.
+
+    Returns:
+        The text of the record; None if no kernel has given up or there is no compiled library.
+    """
+    return library.last_error() if library is not None else None
+
+
 def cuda_runtime() -> tuple[int, ...] | None:
     """The CUDA runtime the library was built with, e.g. (13, 0); None without a library."""
     if library is None:

@@ -220,6 +220,12 @@ def _why_not_group(members: Sequence[tuple[Any, ...]]) -> str | None:
         for other, _, peer in members:
             # A GPU that the process does not see is not in `reaches`; the communicator's round
             # trip then tells.
-            if gpu.uuid != peer.uuid and not gpu.reaches.get(peer.uuid, True):
-                return f"device {device} has no peer access to device {other}"
+            if gpu.uuid == peer.uuid or gpu.reaches.get(peer.uuid, True):
+                continue
+            if peer.uuid in gpu.without_atomics:
+                return (
+                    f"devices {device} and {other} reach each other over PCIe without native "
+                    "atomics; pk_jax needs NVLink"
+                )
+            return f"device {device} has no peer access to device {other}"
     return None

@@ -53,7 +53,7 @@ class Client:
 class Library(types.SimpleNamespace):
     def __init__(self, gpus=2, error=None):
         super().__init__(announced=[], asked=0)
-        self.gpus, self.error = gpus, error
+        self.gpus, self.error, self.nvlink = gpus, error, None
 
     def build_info(self):
         return {"cuda_runtime": "13.0", "version": "0.1.0"}
@@ -64,7 +64,8 @@ class Library(types.SimpleNamespace):
             raise RuntimeError(self.error)
         seen = range(self.gpus)
         devices = [{"ordinal": i, "uuid": f"gpu{i}", "compute_capability": [9, 0]} for i in seen]
-        return {"devices": devices, "peer_access": [[i != j for j in seen] for i in seen]}
+        reached = [[i != j for j in seen] for i in seen]
+        return {"devices": devices, "peer_access": reached, "nvlink": self.nvlink or reached}
 
     def set_local_devices(self, ids):
         self.announced.append(ids)
@@ -125,7 +126,50 @@ def test_decision_by_environment(library, monkeypatch):
     assert decision.level == logging.WARNING and "cuda_async" in decision.reason
 
 
-@pytest.mark.parametrize("value, one_heap", [("false", False), ("0", False), ("true", True)])
+def test_decision_over_pcie(library):
+    library.nvlink = [[False, False], [False, False]]
+    decision = decide(Client(devices=(0, 1)))
+    assert decision.path == "reference" and decision.level == logging.WARNING
+    assert decision.reason == (
+        "devices 0 and 1 reach each other over PCIe without native atomics; pk_jax needs NVLink"
+    )
+
+
+def test_ways_to_the_other_gpus(library, monkeypatch):
+    library.gpus, no, yes = 4, False, True
+    library.nvlink = [[no, yes, no, yes], [yes, no, no, no], [no] * 4, [no] * 4]
+    topology = library.topology()
+    topology["peer_access"][0][3] = no  # whatever is said of its atomics
+    monkeypatch.setattr(library, "topology", lambda: topology)
+    gpu = _capability.describe(Client(devices=(0, 1))).gpus[0]
+    assert gpu.reaches == {"gpu1": True, "gpu2": False, "gpu3": False}
+    assert gpu.without_atomics == ("gpu2",)
+
+
+def test_an_empty_allocator_is_the_default(library, monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "")
+    record = _capability.describe(Client(devices=(0, 1)))
+    assert record.allocator == "default" and record.one_heap
+
+
+@pytest.mark.parametrize(
+    "variables, fraction",
+    [
+        ({}, "0.75"),
+        ({"XLA_CLIENT_MEM_FRACTION": ".5"}, ".5"),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".4"}, ".4"),
+        ({"XLA_CLIENT_MEM_FRACTION": "", "XLA_PYTHON_CLIENT_MEM_FRACTION": ".4"}, ".4"),
+    ],
+)
+def test_share_of_memory(variables, fraction):
+    assert _capability.heap(variables).mem_fraction == fraction
+
+
+@pytest.mark.parametrize(
+    "value, one_heap",
+    # As jaxlib reads it: FALSE is none of its words.
+    [("false", False), ("0", False), ("true", True), ("", True), ("FALSE", True)],
+)
 def test_preallocation(value, one_heap, library, monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", value)
     assert _capability.describe(Client(devices=(0, 1))).one_heap is one_heap
@@ -238,7 +282,7 @@ def decide_as(index, board):
 
 
 def test_records_survive_the_store():
-    gpu = Gpu(3, "gpu3", (8, 6), {"gpu1": True, "gpu2": False})
+    gpu = Gpu(3, "gpu3", (8, 6), {"gpu1": True, "gpu2": False}, ("gpu2",))
     odd = Capability(1, "host", "platform", False, "0.1", "no driver", (gpu, gpu))
     for record in (*two_processes(), odd):
         assert Capability.from_json(record.to_json()) == record

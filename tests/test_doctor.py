@@ -124,6 +124,7 @@ def test_choices_cover_all_sizes_once():
     ("variables", "kind", "preallocate", "means"),
     [
         ({}, "default", True, "across processes"),
+        ({"XLA_PYTHON_CLIENT_ALLOCATOR": ""}, "default", True, "across processes"),
         ({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, "default", False, "take the reference"),
         ({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, "platform", False, "take the reference"),
         ({"XLA_PYTHON_CLIENT_ALLOCATOR": "CUDA_ASYNC"}, "cuda_async", False, "no peer can map it"),
@@ -133,6 +134,18 @@ def test_allocator(variables, kind, preallocate, means):
     heap = doctor.allocator(variables)
     assert (heap["kind"], heap["preallocate"]) == (kind, preallocate)
     assert means in heap["means"]
+
+
+@pytest.mark.parametrize("name", ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
+def test_share_of_memory(name, data):
+    heap = doctor.allocator({name: "0.3"})
+    assert "takes 0.3 of a GPU at start" in doctor.render(data | {"allocator": heap})
+
+
+def test_last_error_is_reported(monkeypatch):
+    monkeypatch.setattr(FakeLibrary, "last_error", lambda self: "rank 1 waited")
+    monkeypatch.setattr(_registry, "library", FakeLibrary())
+    assert doctor.doctor(query_devices=False)["last_error"] == "rank 1 waited"
 
 
 def test_environment_shows_what_matters_and_nothing_else(monkeypatch):

@@ -3,10 +3,12 @@
 import subprocess
 import sys
 import textwrap
+import types
 
 import jax
 
-from pk_jax import _errors
+import pk_jax as pk
+from pk_jax import _errors, _registry
 
 RECORD = "pk_jax: all_gather on rank 0 of 2 waited 2.0 s for rank 1"
 
@@ -26,6 +28,13 @@ def test_explain_leaves_other_errors_alone():
     ):
         _errors.explain(error, lambda record=record: record)
         assert not getattr(error, "__notes__", [])
+
+
+def test_last_error(monkeypatch):
+    monkeypatch.setattr(_registry, "library", None)
+    assert pk.last_error() is None
+    monkeypatch.setattr(_registry, "library", types.SimpleNamespace(last_error=lambda: RECORD))
+    assert pk.last_error() == RECORD
 
 
 def test_uncaught_errors_carry_the_record():

@@ -129,6 +129,22 @@ CANNOT = {
         with_gpu(machine(2, 1), 0, 0, reaches={"gpu1": False}),
         "device 0 has no peer access to device 1",
     ),
+    "atomics": (
+        [[0, 3], [1, 2]],
+        with_gpu(
+            machine(1, 4),
+            0,
+            2,
+            reaches={"gpu1": False, "gpu0": True, "gpu3": True},
+            without_atomics=("gpu1",),
+        ),
+        "devices 2 and 1 reach each other over PCIe without native atomics; pk_jax needs NVLink",
+    ),
+    "atomics between processes": (
+        [[0, 1]],
+        with_gpu(machine(2, 1), 0, 0, reaches={"gpu1": False}, without_atomics=("gpu1",)),
+        "devices 0 and 1 reach each other over PCIe without native atomics",
+    ),
     "unknown device": ([[0, 7]], machine(1, 2), "no process described device 7"),
     "ranks": ([list(range(73))], machine(1, 73), "a group of 73 ranks is larger than 72"),
 }
