@@ -17,6 +17,9 @@ MECHANISMS = ("copy_engine", "tma", "register")
 SCHEDULES = ("sequential", "intra_sm", "inter_sm")
 IMPLEMENTATIONS = ("cuda", "reference")
 
+# The most blocks a kernel may have: each has an epoch word of its own.
+MAX_BLOCKS = 512
+
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value is not None and not (isinstance(value, str) and value in choices):
@@ -42,10 +45,12 @@ class Config:
     """How an op moves bytes and shares the chip; None leaves the choice to the cost model.
 
     Attributes:
-        mechanism: what moves the bytes: "copy_engine", "tma" or "register".
+        mechanism: what moves the bytes: "copy_engine", "tma" or "register". The copy engine moves
+            data over the link without SMs, and a few SMs empty the buffer in which it lands.
         schedule: how communication and arithmetic share the chip: "sequential", "intra_sm" or
             "inter_sm".
-        num_comm_sms: how many SMs communicate.
+        num_comm_sms: how many SMs communicate, 1 to 512; with "copy_engine" those that empty the
+            landing buffer.
         tile: shape of the tile an SM works on, e.g. (128, 256, 64).
         reduce_dtype: dtype in which partial sums cross the link.
         deterministic: same inputs, same bits, run after run.
@@ -63,10 +68,9 @@ class Config:
     def __post_init__(self):
         _check_choice("mechanism", self.mechanism, MECHANISMS)
         _check_choice("schedule", self.schedule, SCHEDULES)
-        if self.num_comm_sms is not None and not _is_positive_int(self.num_comm_sms):
-            raise ValueError(
-                f"num_comm_sms must be a positive int or None, got {self.num_comm_sms!r}"
-            )
+        sms = self.num_comm_sms
+        if sms is not None and not (_is_positive_int(sms) and sms <= MAX_BLOCKS):
+            raise ValueError(f"num_comm_sms must be {_SMS} or None, got {sms!r}")
         if self.tile is not None:
             tile = tuple(self.tile) if isinstance(self.tile, (tuple, list)) else ()
             if not tile or not all(map(_is_positive_int, tile)):
@@ -86,13 +90,14 @@ class Config:
         return f"Config({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
 
+_SMS = f"an int from 1 to {MAX_BLOCKS}"
 _DEFAULTS = Config()
 _FIELDS = tuple(field.name for field in dataclasses.fields(Config))
 
 # The knobs each op honours. An op that is not here has none yet. `deterministic` is a bound on
 # what an op may do, so every op honours it and it needs no row.
 _KNOBS = {"all_gather": ("mechanism", "num_comm_sms")}
-_CHOICES = {"mechanism": MECHANISMS, "schedule": SCHEDULES, "num_comm_sms": "a positive int"}
+_CHOICES = {"mechanism": MECHANISMS, "schedule": SCHEDULES, "num_comm_sms": _SMS}
 
 
 @contextlib.contextmanager
@@ -103,6 +108,11 @@ def use_config(**fields: Any) -> Iterator[Config]:
     ``config=``. Works as a context manager and as a decorator, and inside or outside ``jax.jit``:
     a jitted function is traced again when it is called under other defaults.
     """
+    if "validate" in fields:
+        raise NotImplementedError(
+            f"use_config(validate={fields['validate']!r}) is not available yet; compare with "
+            "implementation='reference' instead"
+        )
     unknown = sorted(set(fields) - set(_FIELDS))
     if unknown:
         raise TypeError(f"use_config got unknown fields {unknown}; the fields are {list(_FIELDS)}")
@@ -128,14 +138,6 @@ def resolve(op: str, config: Config | None) -> Config:
             raise ValueError(f"{op} cannot honour config.{name}={given[name]!r}: {_knobs_of(op)}")
     defaults = _set_fields(_compat.config_state.value or _DEFAULTS)
     merged = {name: value for name, value in (defaults | given).items() if name in knobs}
-    if merged.get("mechanism") == "copy_engine" and "num_comm_sms" in merged:
-        if {"mechanism", "num_comm_sms"} <= set(given):
-            raise ValueError(
-                f"{op} cannot honour config.num_comm_sms={merged['num_comm_sms']} with mechanism="
-                "'copy_engine', which uses no SMs; choose mechanism 'tma' or 'register'"
-            )
-        # One of the two is only a default, and gives way.
-        del merged["mechanism" if "num_comm_sms" in given else "num_comm_sms"]
     return Config(**merged)
 
 

@@ -155,7 +155,7 @@ def test_choice_by_size(num_bytes, can_run, call_of):
     else:
         assert call["protocol"] == "simple"
     if num_bytes == 256 * MIB:
-        assert (call["mechanism"], call["num_blocks"]) == ("tma", 132)
+        assert (call["mechanism"], call["num_blocks"]) == ("tma", 0)  # one block an SM
 
 
 @pytest.mark.parametrize("mechanism", ["register", "tma", "copy_engine"])
@@ -172,6 +172,11 @@ def test_mechanism_of_the_config(mechanism, columns, can_run, call_of):
 def test_num_comm_sms_of_the_config(can_run, call_of):
     call = call_of((1 << 22,), config=pk.Config(num_comm_sms=3))
     assert call["num_blocks"] == 3 and call["mechanism"] in ("tma", "register")
+
+
+def test_num_comm_sms_of_the_copy_engine(can_run, call_of):
+    call = call_of((1 << 20,), config=pk.Config(mechanism="copy_engine", num_comm_sms=3))
+    assert call["num_blocks"] == 3 and call["mechanism"] == "copy_engine"
 
 
 def test_tma_of_unaligned_blocks(can_run, call_of):
@@ -234,6 +239,33 @@ def test_each_call_site_has_its_channel(can_run, mesh_of):
     assert channels(mesh, gathers(5)) == [0, 1, 2, 3, 4]
     assert channels(mesh, gathers(20)) == [*range(16), 0, 1, 2, 3]
     assert channels(mesh, gathers(2)) == [0, 1]  # a new module counts from 0
+
+
+def channels_over(mesh, *sites):
+    """The channels of one all_gather after another: its axes, or its axes and index groups."""
+
+    def body(x):
+        for axis_name, groups in sites:
+            x = pk.all_gather(x, axis_name, axis_index_groups=groups, tiled=True)[: x.shape[0]]
+        return x
+
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=P(("a", "b")), out_specs=P(("a", "b")))
+    return [call["channel"] for call in calls(lowered(mapped, jnp.zeros(8)))]
+
+
+def test_axes_do_not_use_up_each_others_channels(can_run, mesh_of):
+    a, b, both = ("a", None), ("b", None), (("a", "b"), None)
+    mesh = mesh_of(a=2, b=4)
+    assert channels_over(mesh, a, b, a, both, b, b) == [0, 0, 1, 0, 1, 2]
+    sites = [b, a] * 17
+    assert channels_over(mesh, *sites) == [*(i // 2 for i in range(32)), 0, 0]
+
+
+def test_sites_that_share_some_group_have_different_channels(can_run, mesh_of):
+    mesh = mesh_of(a=1, b=4)
+    pairs, turned = ("b", [[0, 1], [2, 3]]), ("b", [[1, 0], [3, 2]])
+    crossed = ("b", [[0, 2], [1, 3]])
+    assert channels_over(mesh, pairs, crossed, turned, crossed, pairs) == [0, 0, 1, 1, 2]
 
 
 def test_channels_inside_control_flow(can_run, mesh_of):

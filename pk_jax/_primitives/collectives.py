@@ -21,7 +21,7 @@ from pk_jax._primitives import checks
 from pk_jax._primitives.rules import Rules, define, next_channel, of_transpose
 from pk_jax._reference import collectives as reference
 from pk_jax._tuning import cost_model, hardware
-from pk_jax.config import Config
+from pk_jax.config import Config, resolve
 
 all_gather_p = Primitive("pk_all_gather")
 psum_scatter_p = Primitive("pk_psum_scatter")
@@ -163,7 +163,7 @@ def _all_gather_cuda(ctx: Any, x: Any, groups: list[list[int]], **params: Any) -
         groups=logical_ids,
         devices=global_ids,
         group_size=np.int64(params["axis_size"]),
-        channel=np.int64(next_channel(ctx)),
+        channel=np.int64(next_channel(ctx, groups)),
         outer=np.int64(math.prod(aval.shape[: params["all_gather_dimension"]])),
         mechanism=choice.mechanism,
         protocol=choice.protocol,
@@ -250,7 +250,8 @@ def _psum_scatter_transpose(cotangent: Any, x: Any, **params: Any) -> Any:
             tiled=params["tiled"],
             to="varying",
             implementation=of_transpose(params),
-            config=Config(),
+            # What holds where the transpose is taken: psum_scatter has no config to pass on.
+            config=resolve("all_gather", None),
         ),
     )
 

@@ -1,9 +1,8 @@
 """What all primitives of pk_jax have in common: how one is defined, lowered and numbered."""
 
 import functools
-import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jax import lax
@@ -57,17 +56,27 @@ def _lower(ctx: Any, x: Any, *, rules: Rules, **params: Any) -> Any:
     return mlir.lower_fun(rules.reference, multiple_results=False)(ctx, x, **params)
 
 
-# One counter for each module being built. Lowering visits the equations of a program in one order
-# in every process, so the ranks of a call site agree on its number without talking. The counter
-# goes by call site, not by call: a site inside scan, or in a function that is called twice, keeps
-# its channel, and its calls follow each other on the stream.
-_channels: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
+# For each module being built: members of a group -> channels given to its call sites. Lowering
+# visits the equations of a program in one order in every process, so the ranks of a call site agree
+# on its number without talking. The counter goes by call site, not by call: a site inside scan, or
+# in a function that is called twice, keeps its channel, and its calls follow each other on the
+# stream. Groups count apart, so that the axes of a mesh do not use up each other's channels; sites
+# that share a group have different numbers.
+_channels: weakref.WeakKeyDictionary[Any, dict[frozenset[int], int]] = weakref.WeakKeyDictionary()
 
 
-def next_channel(ctx: Any) -> int:
-    """The channel of the call site being lowered: its number in the module, modulo the channels."""
-    counter = _channels.setdefault(_compat.module_of(ctx), itertools.count())
-    return next(counter) % NUM_CHANNELS
+def next_channel(ctx: Any, groups: Sequence[Sequence[int]]) -> int:
+    """The channel of the call site being lowered: its number among its groups' call sites.
+
+    Args:
+        ctx: the lowering context.
+        groups: logical ids of the ranks of each group; all groups of a site have its one channel.
+    """
+    counts = _channels.setdefault(_compat.module_of(ctx), {})
+    keys = [frozenset(group) for group in groups]
+    number = max(counts.get(key, 0) for key in keys)
+    counts.update(dict.fromkeys(keys, number + 1))
+    return number % NUM_CHANNELS
 
 
 def define(primitive: Primitive, rules: Rules) -> None:

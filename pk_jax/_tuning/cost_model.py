@@ -1,6 +1,6 @@
 """What each candidate of an op should cost, and the cheapest: pure functions over a Hardware.
 
-An estimate is the time of the slowest resource (link or HBM) plus the latencies that nothing
+An estimate is the time of the slowest resource (link, HBM or drain) plus the latencies that nothing
 hides. It never falls below bytes / link, and never falls when the message grows.
 """
 
@@ -11,7 +11,9 @@ from collections.abc import Iterator
 
 from pk_jax._tuning.hardware import Curve, Hardware
 
-# Block counts to consider, besides one for each SM. Few where few do: equal times go to the fewest.
+# Block counts to consider, besides one for each SM, which is what a kernel starts of itself: that
+# one is given as 0, right for a GPU of any size. Hardware.block_overhead makes few the cheapest
+# where few do.
 _BLOCKS = (1, 2, 4, 8, 16, 64)
 
 # Trips over the link that nothing hides. Low latency: data and its arrival are one word. Simple:
@@ -19,9 +21,10 @@ _BLOCKS = (1, 2, 4, 8, 16, 64)
 _LL_TRIPS = 1
 _SIMPLE_TRIPS = 3
 
-# How the copy-engine path cuts a part into chunks.
-_CHUNKS = 16
-_CHUNK_BYTES = (1 << 20, 16 << 20)
+# How the copy-engine path cuts a part into chunks, and how many blocks place them in the result.
+CHUNKS = 16
+CHUNK_BYTES = (1 << 20, 16 << 20)
+_DRAIN_BLOCKS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +35,8 @@ class Choice:
         mechanism: "register", "tma" or "copy_engine".
         protocol: "ll" (each word carries its epoch) or "simple" (into the peer's result after an
             address handshake).
-        num_blocks: blocks that move data; 0 for the copy engine, and for ll where the kernel has a
-            thread a word.
+        num_blocks: blocks that move data, with the copy engine those that empty the landing buffer;
+            0 leaves it to the kernel: one for each SM, a thread a word by ll, 32 beside the copies.
         seconds: predicted time of one call.
     """
 
@@ -50,19 +53,19 @@ def all_gather_candidates(
     inner_bytes: int,
     num_blocks: int | None = None,
 ) -> list[Choice]:
-    """Every way to gather, cheapest first; equal times in favour of fewer blocks.
+    """Every way to gather, cheapest first.
 
     Args:
         hardware: the machine.
         bytes_per_rank: operand bytes of one rank.
         num_ranks: ranks in a group.
-        inner_bytes: contiguous bytes of the operand in the result: what bulk copies must divide.
+        inner_bytes: contiguous bytes of the operand in the result: no bulk copy is longer, and all
+            must divide it.
         num_blocks: how many blocks move data; None considers several numbers.
     """
     choices = list(_stores(hardware, bytes_per_rank, num_ranks, inner_bytes, num_blocks))
-    if num_blocks is None:
-        choices.append(_copies(hardware, bytes_per_rank, num_ranks))
-    return sorted(choices, key=lambda choice: (choice.seconds, choice.num_blocks))
+    choices.append(_copies(hardware, bytes_per_rank, num_ranks, num_blocks))
+    return sorted(choices, key=lambda choice: choice.seconds)
 
 
 def choose_all_gather(
@@ -99,47 +102,63 @@ def _stores(
 ) -> Iterator[Choice]:
     """The candidates in which SMs move the data."""
     received = bytes_per_rank * (num_ranks - 1)
+    # Own and remote shards alike are read once and written once on some GPU.
+    local = 2 * bytes_per_rank * num_ranks
     if bytes_per_rank <= hardware.ll_max_bytes:
         # By default a thread sends one word, and the blocks together as fast as the link takes it.
         rate = hardware.ll_bandwidth
         if num_blocks is not None:
             rate = min(rate, _rate(hardware, "register", num_blocks) / 2)
-        link = received / rate
-        seconds = _seconds(hardware, bytes_per_rank, num_ranks, link, _LL_TRIPS, num_blocks or 0)
+        seconds = _seconds(hardware, received / rate, local, _LL_TRIPS, num_blocks or 0)
         yield Choice("register", "ll", num_blocks or 0, seconds)
-    block_counts = (*_BLOCKS, hardware.num_sms) if num_blocks is None else (num_blocks,)
+    block_counts = {blocks: blocks for blocks in _BLOCKS} | {0: hardware.num_sms}
+    if num_blocks is not None:
+        block_counts = {num_blocks: num_blocks}
     for mechanism in ("register", "tma"):
-        if mechanism == "tma" and inner_bytes % hardware.tma_alignment:
-            continue
-        for blocks in block_counts:
-            link = received / _rate(hardware, mechanism, blocks)
-            seconds = _seconds(hardware, bytes_per_rank, num_ranks, link, _SIMPLE_TRIPS, blocks)
-            yield Choice(mechanism, "simple", blocks, seconds)
+        share = 1.0
+        if mechanism == "tma":
+            if inner_bytes % hardware.tma_alignment:
+                continue
+            # A tile is longer than what the full rate needs, so the row sets the length of copies.
+            share = min(1.0, inner_bytes / hardware.tma_full_rate_bytes)
+        for asked, blocks in block_counts.items():
+            link = received / (share * _rate(hardware, mechanism, blocks)) if received else 0.0
+            seconds = _seconds(hardware, link, local, _SIMPLE_TRIPS, blocks)
+            yield Choice(mechanism, "simple", asked, seconds)
 
 
-def _copies(hardware: Hardware, bytes_per_rank: int, num_ranks: int) -> Choice:
-    """The candidate in which copy engines move the data, chunk after chunk."""
+def _copies(
+    hardware: Hardware, bytes_per_rank: int, num_ranks: int, num_blocks: int | None
+) -> Choice:
+    """The candidate in which copy engines move the data, chunk after chunk, and SMs place it."""
     # The walk of cuda/mechanism/copy_engine.h, without its rounding.
-    chunk = min(max(bytes_per_rank / _CHUNKS, _CHUNK_BYTES[0]), _CHUNK_BYTES[1])
+    chunk = min(max(bytes_per_rank / CHUNKS, CHUNK_BYTES[0]), CHUNK_BYTES[1])
     one = _copy_seconds(hardware.copy_engine_bandwidth, chunk) + hardware.copy_overhead
     pushes = (num_ranks - 1) * max(bytes_per_rank / chunk, 1.0)
-    seconds = _seconds(hardware, bytes_per_rank, num_ranks, pushes * one, _SIMPLE_TRIPS, 0)
-    return Choice("copy_engine", "simple", 0, seconds + hardware.copy_setup)
+    # The drain goes on beside the copies. A block reads and writes its own memory at least as fast
+    # as it stores to a peer, and no link holds many of them back.
+    first_blocks, first_rate = hardware.store_bandwidth["register"][0]
+    drain_rate = first_rate / first_blocks * (num_blocks or _DRAIN_BLOCKS)
+    moved = max(pushes * one, bytes_per_rank * num_ranks / drain_rate)
+    # Every received shard passes the landing buffer: written by the copy, read and written again
+    # by the drain.
+    local = 2 * bytes_per_rank * num_ranks + 2 * bytes_per_rank * (num_ranks - 1)
+    seconds = _seconds(hardware, moved, local, _SIMPLE_TRIPS, num_blocks or 0)
+    return Choice("copy_engine", "simple", num_blocks or 0, seconds + hardware.copy_setup)
 
 
-def _seconds(
-    hardware: Hardware,
-    bytes_per_rank: int,
-    num_ranks: int,
-    link: float,
-    trips: int,
-    blocks: int,
-) -> float:
-    """The slower of link and HBM, after what nothing hides: launch, blocks, trips."""
-    # Own and remote shards alike are read once and written once on some GPU.
-    local = 2 * bytes_per_rank * num_ranks / hardware.hbm_bandwidth
+def _seconds(hardware: Hardware, moving: float, local: int, trips: int, blocks: int) -> float:
+    """The slower of what moves the data and HBM, after what nothing hides: launch, blocks, trips.
+
+    Args:
+        hardware: the machine.
+        moving: seconds that the link, or what feeds it, is busy.
+        local: bytes read and written in the HBM of one GPU.
+        trips: flags over the link, one after another.
+        blocks: blocks that move data.
+    """
     fixed = hardware.launch_overhead + blocks * hardware.block_overhead
-    return fixed + trips * hardware.flag_latency + max(link, local)
+    return fixed + trips * hardware.flag_latency + max(moving, local / hardware.hbm_bandwidth)
 
 
 def _rate(hardware: Hardware, mechanism: str, blocks: int) -> float:

@@ -23,6 +23,7 @@ class Hardware:
         num_sms: SMs on the chip.
         hbm_bandwidth: bytes per second, reads and writes together.
         link_bandwidth: the fastest any mechanism has moved bytes to a peer, one direction.
+        store_peak: the fastest SMs have moved bytes to a peer, one direction.
         flag_latency: seconds from a release on one GPU to the acquire on another.
         launch_overhead: host cost of one call captured in a CUDA graph.
         store_bandwidth: mechanism -> bytes per second by number of blocks, idle chip, both
@@ -34,6 +35,7 @@ class Hardware:
             have a fixed size.
         ll_bandwidth: bytes of payload per second by the ll protocol (half of the words is epoch).
         tma_alignment: bulk copies move multiples of this many bytes.
+        tma_full_rate_bytes: the shortest bulk copies that reach the rate of long ones.
         block_overhead: seconds that a further block adds to a call (its launch and its flag).
         copy_overhead: seconds between one copy and the next, flags included.
         copy_setup: seconds of a copy-engine call beyond its copies: forks, joins, the last drain.
@@ -43,6 +45,7 @@ class Hardware:
     num_sms: int
     hbm_bandwidth: float
     link_bandwidth: float
+    store_peak: float
     flag_latency: float
     launch_overhead: float
     store_bandwidth: dict[str, Curve]
@@ -52,6 +55,7 @@ class Hardware:
     ll_max_bytes: int
     ll_bandwidth: float
     tma_alignment: int
+    tma_full_rate_bytes: int
     block_overhead: float
     copy_overhead: float
     copy_setup: float
@@ -62,6 +66,7 @@ H200 = Hardware(
     num_sms=132,
     hbm_bandwidth=4.8e12,
     link_bandwidth=396e9,
+    store_peak=370e9,
     flag_latency=1.2e-6,
     launch_overhead=2.4e-6,
     store_bandwidth={
@@ -103,6 +108,7 @@ H200 = Hardware(
     ll_max_bytes=128 * KIB,
     ll_bandwidth=175e9,
     tma_alignment=16,
+    tma_full_rate_bytes=2 * KIB,
     block_overhead=10e-9,
     copy_overhead=4e-6,
     copy_setup=15e-6,

@@ -1,0 +1,21 @@
+"""The limits that Python repeats are those that the compiled library was built with."""
+
+import pytest
+
+from pk_jax import _registry, _selection, config
+from pk_jax._primitives import rules
+from pk_jax._tuning import cost_model, hardware
+
+
+def test_limits_of_the_library():
+    if _registry.library is None:
+        pytest.skip(f"no compiled library: {_registry.load_error}")
+    assert _registry.library.build_info()["limits"] == {
+        "ranks": _selection.MAX_RANKS,
+        "channels": rules.NUM_CHANNELS,
+        "ll_bytes": hardware.H200.ll_max_bytes,
+        "blocks": config.MAX_BLOCKS,
+        "chunk_bytes_min": cost_model.CHUNK_BYTES[0],
+        "chunk_bytes_max": cost_model.CHUNK_BYTES[1],
+        "chunks": cost_model.CHUNKS,
+    }
