@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import library_counts
 import numpy as np
 import records
 import timing
@@ -23,7 +24,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pk_jax as pk
-from pk_jax import _registry
 from pk_jax._tuning.cases import all_gather_cases
 
 AXIS = "x"
@@ -49,18 +49,11 @@ class Case(NamedTuple):
 
 
 def cases() -> list[Case]:
-    """The size sweep along the leading axis, then shapes whose gathered axis is another one."""
-    sweep = []
-    for named in all_gather_cases("bench"):
-        case = Case(named.name, named.shape, named.axis, frozenset({"sweep"}))
-        with_target = case.nbytes in (16 << 10, 32 << 20, 256 << 20)
-        sweep.append(case._replace(tags=case.tags | {"quick"}) if with_target else case)
+    """The sizes along the leading axis, then shapes whose gathered axis is another one."""
     return [
-        *sweep,
-        Case("ag-1M-axis1-narrow", (8192, 64), 1, frozenset({"strided"})),  # rows of 128 bytes
-        Case("ag-16M-heads", (2, 2048, 16, 128), 2, frozenset({"strided"})),  # [B, S, H, D] by H
-        Case("ag-32M-axis1", (4096, 4096), 1, frozenset({"strided", "quick"})),
-        Case("ag-256M-axis1", (8192, 16384), 1, frozenset({"strided"})),
+        Case(named.name, named.shape, named.axis, frozenset(named.tags))
+        for tag in ("bench", "strided")
+        for named in all_gather_cases(tag)
     ]
 
 
@@ -207,13 +200,21 @@ def num_data_sets(case: Case) -> int:
     return max(2, min(16, math.ceil(2 * L2_BYTES / case.nbytes)))
 
 
+class Built(NamedTuple):
+    """A checked chain, what its calls do, and how often a rank launched for a call of it."""
+
+    program: timing.Program
+    plan: dict[str, Any]
+    launches: int | None
+
+
 class CheckError(RuntimeError):
     """A result was wrong: no time is printed for it."""
 
 
 def build(
     bench: Bench, case: Case, name: str, call: Callable[[Any], Any], operands: list[jax.Array]
-) -> tuple[timing.Program, dict[str, Any]]:
+) -> Built:
     """Compiles the chain of `call`, proves what it holds, runs it and checks its results."""
     num_calls = chain_length(case, bench.ranks)
     keep_all = not bench.on_gpu
@@ -237,8 +238,12 @@ def build(
         if wrong:
             raise CheckError(f"{case.id} {name}: {wrong} wrong elements in {what}")
 
+    launches = None
     for turn in range(3):  # uncaptured, captured, replayed
-        out = compiled(*operands)
+        before = library_counts.launches() if turn == 0 else None
+        out = jax.block_until_ready(compiled(*operands))
+        if turn == 0:  # later runs replay a graph, which passes no handler
+            launches = library_counts.launches_a_call(before, library_counts.launches(), num_calls)
         check(
             out[-1] if keep_all else out, num_calls - 1, f"the last call of run {turn} of the chain"
         )
@@ -248,7 +253,7 @@ def build(
         every = bench.sharded(lambda *xs: timing.chain(call, num_calls, xs, True), len(operands))
         for i, y in enumerate(every(*operands)):
             check(y, i, f"call {i} of the chain")
-    return timing.Program(compiled, operands, num_calls), plan
+    return Built(timing.Program(compiled, operands, num_calls), plan, launches)
 
 
 def build_dependent(
@@ -289,14 +294,15 @@ def run_case(
 ) -> tuple[records.Record, list[str]]:
     operands = bench.operands(case, num_data_sets(case))
     programs: dict[str, timing.Program] = {}
-    plans: dict[str, dict[str, Any]] = {}
+    built: dict[str, Built] = {}
     skipped: dict[str, str] = {}
     failures: list[str] = []
     calls = {"nccl": nccl_call(case), "default": pk_call(case, None)}
     calls |= {mechanism: pk_call(case, mechanism) for mechanism in MECHANISMS}
     for name, call in calls.items():
         try:
-            programs[name], plans[name] = build(bench, case, name, call, operands)
+            built[name] = build(bench, case, name, call, operands)
+            programs[name] = built[name].program
         except (
             ValueError,
             NotImplementedError,
@@ -317,24 +323,15 @@ def run_case(
     )
     times = timing.time_programs(programs, runs, samples)
     method = {"runs": runs, "samples": samples}
-    return make_record(bench, case, times, plans, skipped, method, stamp), failures
-
-
-def workspace_bytes() -> int | None:
-    """Bytes a GPU holds for the communicators of the run so far; None where there are none."""
-    library = _registry.library
-    alive = library.communicators() if library is not None else []
-    per_device: dict[int, int] = {}
-    for one in alive:
-        per_device[one["device"]] = per_device.get(one["device"], 0) + one["workspace_bytes"]
-    return max(per_device.values(), default=None)
+    record = make_record(bench, case, times, built.get("default"), skipped, method, stamp)
+    return record, failures
 
 
 def make_record(
     bench: Bench,
     case: Case,
     times: dict[str, timing.Timing],
-    plans: dict[str, dict[str, Any]],
+    built: Built | None,
     skipped: dict[str, str],
     method: dict[str, Any],
     stamp: dict[str, Any],
@@ -349,16 +346,16 @@ def make_record(
         processes=jax.process_count(),
         dtype=np.dtype(DTYPE).name,
         shape=list(case.shape),
-        config=plans.get("default"),
+        config=built.plan if built else None,
         bound_us=bound,
         link_us=link,
         max_rel_err=0.0 if default else None,  # compared bit by bit
-        launches=1 if plans.get("default", {}).get("implementation") == "cuda" else None,
+        launches=built.launches if built else None,
         baselines={k: times[k].median for k in ("nccl", "nccl+elementwise") if k in times},
         candidates={
             k: t.median for k, t in times.items() if k in MECHANISMS or k == "default+elementwise"
         },
-        extra_bytes=workspace_bytes(),
+        extra_bytes=library_counts.workspace_bytes(),
         skipped=skipped,
         method={
             "axis": case.axis,

@@ -41,7 +41,7 @@ def host_cost(
         return pk.all_gather(x, all_gather.AXIS, tiled=True, implementation="cuda")
 
     try:
-        program, _ = all_gather.build(bench, CASE, "all_gather", gather, operands)
+        program = all_gather.build(bench, CASE, "all_gather", gather, operands).program
         # Result and operand have one shape: each call reads the one before and needs no barrier.
         chain = bench.sharded(
             lambda x: timing.dependent_chain(empty_call, NUM_CALLS, x, lambda y: y), 1

@@ -10,16 +10,18 @@ import re
 import subprocess
 from typing import Any
 
+from pk_jax._tuning.hardware import H200, MIB
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
-# Measured on a pair of H200: one direction of the link, and what no captured call goes below, which
-# is an empty captured call and one trip of a flag to the peer.
-LINK_BYTES_PER_US = 370e3
+# One direction of the link, and what no captured call goes below, which is an empty captured call
+# (the target's round number; host_cost measures it anew) and one trip of a flag to the peer.
+LINK_BYTES_PER_US = H200.store_peak / 1e6
 EMPTY_CALL_US = 2.5
-FLAG_US = 1.2
+FLAG_US = H200.flag_latency * 1e6
 # From this size on the call's fixed cost is under 4% and the link alone is the bound.
-LARGE_BYTES = 32 << 20
+LARGE_BYTES = 32 * MIB
 
 
 @dataclasses.dataclass

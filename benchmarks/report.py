@@ -89,8 +89,10 @@ def _footer(rows: Sequence[records.Record]) -> list[str]:
         f"{newest.ranks}x {newest.gpu}, driver {newest.driver}, CUDA {newest.cuda}, "
         f"jax {newest.jax}, commit {newest.commit}, {(newest.date or '')[:10]}: "
         "`python benchmarks/run.py --op all_gather`. Medians of calls chained inside one jit, "
-        "checked bit by bit first, NCCL in the same run. The bound is the received bytes at 370 "
-        "GB/s, and below 32 MiB also the 3.7 us of an empty captured call and a flag."
+        "checked bit by bit first, NCCL in the same run. The bound is the received bytes at "
+        f"{records.LINK_BYTES_PER_US / 1e3:.0f} GB/s, and below "
+        f"{bytes_text(records.LARGE_BYTES)} also the "
+        f"{records.EMPTY_CALL_US + records.FLAG_US:.1f} us of an empty captured call and a flag."
     ]
 
 

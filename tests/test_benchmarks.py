@@ -17,10 +17,13 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchma
 import all_gather
 import calls
 import launch
+import library_counts
 import records
 import report
 import run
 import timing
+
+from pk_jax._tuning import cases, hardware
 
 RANKS = 2
 CASE = all_gather.Case("ag-test", (4, 6), 1, frozenset({"quick"}))
@@ -118,12 +121,62 @@ def test_runs_per_sample():
 
 
 def test_cases_have_names_of_their_own():
-    cases = all_gather.cases()
-    assert len({case.id for case in cases}) == len(cases)
-    sizes = [case.nbytes for case in cases if "sweep" in case.tags]
+    found = all_gather.cases()
+    assert len({case.id for case in found}) == len(found)
+    sizes = [case.nbytes for case in found if "bench" in case.tags]
     assert (min(sizes), max(sizes)) == (1 << 10, 1 << 30)
-    quick = {case.id for case in cases if "quick" in case.tags}
-    assert {"ag-16K", "ag-32M", "ag-256M"} <= quick
+    quick = {case.id for case in found if "quick" in case.tags}
+    assert quick == {"ag-16K", "ag-32M", "ag-256M", "ag-32M-axis1"}
+
+
+def test_cases_are_the_shared_ones():
+    shared = [*cases.all_gather_cases("bench"), *cases.all_gather_cases("strided")]
+    assert [case.id for case in all_gather.cases()] == [case.name for case in shared]
+    assert all(case.dtype == np.dtype(all_gather.DTYPE).name and case.tiled for case in shared)
+
+
+class CountingLibrary:
+    """Two ranks of this process, whose first communicator is made by the first run."""
+
+    def __init__(self, a_call):
+        self.a_call, self.launched = a_call, None
+
+    def communicators(self):
+        if self.launched is None:
+            self.launched = 0
+            return []
+        self.launched += self.a_call
+        return [
+            {
+                "device": i,
+                "rank": i,
+                "num_ranks": 2,
+                "launches": self.launched,
+                "workspace_bytes": 8,
+            }
+            for i in range(2)
+        ]
+
+
+@pytest.mark.parametrize("a_run, launches", [(4, 1), (8, 2), (5, None), (0, None)])
+def test_launches_are_counted(a_run, launches, bench, monkeypatch):
+    monkeypatch.setattr(all_gather, "SMALL_CALLS", 4)
+    monkeypatch.setattr(library_counts._registry, "library", CountingLibrary(a_run))
+    operands = bench.operands(CASE, 2)
+    call = all_gather.nccl_call(CASE)
+    assert all_gather.build(bench, CASE, "nccl", call, operands).launches == launches
+
+
+def test_launches_of_ranks_that_differ():
+    before = {(0, 0, 2): 3}
+    assert library_counts.launches_a_call(before, {(0, 0, 2): 7, (1, 1, 2): 4}, 4) == 1
+    assert library_counts.launches_a_call(before, {(0, 0, 2): 7, (1, 1, 2): 8}, 4) is None
+    assert library_counts.launches_a_call(None, None, 4) is None
+
+
+def test_the_bound_is_of_the_hardware_record():
+    assert hardware.H200.store_peak / 1e6 == records.LINK_BYTES_PER_US
+    assert hardware.H200.flag_latency * 1e6 == records.FLAG_US
 
 
 def test_chain_lengths():
@@ -196,11 +249,11 @@ def test_run_times_and_writes(monkeypatch, tmp_path, capsys):
 
 
 def test_select():
-    cases = all_gather.cases()
-    assert {c.id for c in run.select(cases, "strided", False)} >= {"ag-32M-axis1", "ag-16M-heads"}
-    assert [c.id for c in run.select(cases, "ag-1G", False)] == ["ag-1G"]
+    found = all_gather.cases()
+    assert {c.id for c in run.select(found, "strided", False)} >= {"ag-32M-axis1", "ag-16M-heads"}
+    assert [c.id for c in run.select(found, "ag-1G", False)] == ["ag-1G"]
     with pytest.raises(SystemExit, match="no case matches"):
-        run.select(cases, "ag-7K", False)
+        run.select(found, "ag-7K", False)
 
 
 # Calls

@@ -15,9 +15,9 @@ SIZES = sorted(
 RANKS = (2, 3, 5, 8, 72)
 
 
-def candidate(num_bytes, ranks, mechanism, protocol, blocks):
+def candidate(num_bytes, ranks, mechanism, protocol, blocks, inner=GIB):
     """One candidate's time; None where it does not apply."""
-    for choice in cost_model.all_gather_candidates(H200, num_bytes, ranks, 16):
+    for choice in cost_model.all_gather_candidates(H200, num_bytes, ranks, inner):
         if (choice.mechanism, choice.protocol, choice.num_blocks) == (mechanism, protocol, blocks):
             return choice.seconds
     return None
@@ -80,20 +80,21 @@ def test_choices_on_h200():
     assert choose(KIB) == choose(64 * KIB) == choose(128 * KIB) == ("register", "ll")
     assert choose(128 * KIB + 16)[1] == "simple"
     large = cost_model.choose_all_gather(H200, GIB, 2, GIB)
-    assert large.mechanism == "tma" and large.num_blocks == H200.num_sms
+    assert large.mechanism == "tma" and large.num_blocks == 0  # the kernel's own: one an SM
     middle = cost_model.choose_all_gather(H200, MIB, 2, MIB)
     assert middle.mechanism in ("tma", "register") and 1 < middle.num_blocks <= 32
     assert cost_model.choose_all_gather(H200, 256, 2, 256).num_blocks == 0  # the kernel's own
 
 
-# Microseconds a call, in a chain inside one jit on two H200 that send to each other (2026-11).
+# Microseconds a call, in a chain inside one jit on two H200 that send to each other (2026-11);
+# 0 blocks are the kernel's own number.
 MEASURED = (
     ("register", 16, 2 * MIB, 11.3),
-    ("register", 132, 8 * MIB, 29.8),
-    ("register", 132, 256 * MIB, 758),
-    ("tma", 132, 32 * MIB, 102.7),
+    ("register", 0, 8 * MIB, 29.8),
+    ("register", 0, 256 * MIB, 758),
+    ("tma", 0, 32 * MIB, 102.7),
     ("tma", 16, 256 * MIB, 878),
-    ("tma", 132, GIB, 2989),
+    ("tma", 0, GIB, 2989),
     ("copy_engine", 0, 8 * MIB, 84),
     ("copy_engine", 0, 256 * MIB, 826),
     ("copy_engine", 0, GIB, 3187),
@@ -117,11 +118,54 @@ def test_alignment():
     assert cost_model.choose_all_gather(H200, MIB, 2, 48, mechanism="tma").mechanism == "tma"
 
 
+def test_short_rows_slow_bulk_copies():
+    def seconds(inner, mechanism="tma"):
+        return candidate(GIB, 2, mechanism, "simple", 0, inner)
+
+    assert seconds(2 * KIB) == seconds(GIB)
+    fixed = H200.launch_overhead + 3 * H200.flag_latency + H200.num_sms * H200.block_overhead
+    assert seconds(512) - fixed == pytest.approx(4 * (seconds(GIB) - fixed))
+    assert seconds(512, "register") == seconds(GIB, "register")
+    for size in (MIB, GIB):
+        assert cost_model.choose_all_gather(H200, size, 2, 128).mechanism == "register"
+
+
 def test_a_given_number_of_blocks():
     for blocks in (1, 7, 132):
         for size in (KIB, GIB):
+            for choice in cost_model.all_gather_candidates(H200, size, 2, size, blocks):
+                assert choice.num_blocks == blocks
             choice = cost_model.choose_all_gather(H200, size, 2, size, num_blocks=blocks)
-            assert choice.num_blocks == blocks and choice.mechanism != "copy_engine"
+            assert choice.mechanism != "copy_engine"  # stores use as many blocks better
+
+
+def test_no_number_of_a_known_gpu_reaches_another():
+    for size in SIZES:
+        for choice in cost_model.all_gather_candidates(H200, size, 8, size):
+            assert choice.num_blocks != H200.num_sms
+            assert choice.num_blocks in (0, 1, 2, 4, 8, 16, 64)
+
+
+def test_blocks_that_empty_the_landing_buffer():
+    def seconds(blocks):
+        choice = cost_model.choose_all_gather(H200, GIB, 2, GIB, "copy_engine", blocks)
+        assert choice.num_blocks == (blocks or 0)
+        return choice.seconds
+
+    assert seconds(1) > seconds(4) > seconds(32)
+    assert seconds(1) >= 2 * GIB / 25e9  # one block has all parts to place
+    assert seconds(32) == pytest.approx(seconds(None), rel=1e-3)  # the kernel's own number
+
+
+def test_memory_traffic_of_the_landing_buffer():
+    slow = dataclasses.replace(H200, hbm_bandwidth=1e9)  # nothing but memory counts
+
+    def seconds(mechanism):
+        return cost_model.choose_all_gather(slow, GIB, 4, GIB, mechanism).seconds
+
+    # Read and write 4 parts; 3 of them are also written by a copy and read by the drain.
+    assert seconds("tma") == pytest.approx(8 * GIB / 1e9, rel=1e-3)
+    assert seconds("copy_engine") == pytest.approx(14 * GIB / 1e9, rel=1e-3)
 
 
 def test_thresholds_are_data():
@@ -148,7 +192,9 @@ def test_cases():
     for name, size in (("ag-1K", KIB), ("ag-16K", 16 * KIB), ("ag-32M", 32 * MIB), ("ag-1G", GIB)):
         case = cases.all_gather_case(name)
         assert case.shape == (size // 2,) and case.dtype == "bfloat16" and "bench" in case.tags
-    assert not set(cases.all_gather_cases("ci")) & set(cases.all_gather_cases("bench"))
+    tagged = [set(cases.all_gather_cases(tag)) for tag in ("ci", "bench", "strided")]
+    assert not tagged[0] & tagged[1] and not (tagged[0] | tagged[1]) & tagged[2]
+    assert len(tagged[2]) == 4 and all(case.axis > 0 for case in tagged[2])
     assert set(cases.all_gather_cases()) == set(cases.ALL_GATHER)
     with pytest.raises(KeyError, match="ag-2Q"):
         cases.all_gather_case("ag-2Q")

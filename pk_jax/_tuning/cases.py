@@ -15,7 +15,9 @@ class AllGatherCase:
         dtype: its dtype.
         axis: as in all_gather.
         tiled: as in all_gather.
-        tags: "ci" (small, every corner of the layout) or "bench" (a size to time).
+        tags: "ci" (small, every corner of the layout), "bench" (a size to time, along the leading
+            axis) or "strided" (to time, along another axis), the last two also "quick" (the few
+            that a short run times).
     """
 
     name: str
@@ -28,9 +30,15 @@ class AllGatherCase:
 
 def _bench(num_bytes: int) -> AllGatherCase:
     unit, suffix = next(u for u in ((GIB, "G"), (MIB, "M"), (KIB, "K")) if num_bytes >= u[0])
-    return AllGatherCase(f"ag-{num_bytes // unit}{suffix}", (num_bytes // 2,), tags=("bench",))
+    tags = ("bench", "quick") if num_bytes in _QUICK_BYTES else ("bench",)
+    return AllGatherCase(f"ag-{num_bytes // unit}{suffix}", (num_bytes // 2,), tags=tags)
 
 
+def _strided(name: str, shape: tuple[int, ...], axis: int, *more: str) -> AllGatherCase:
+    return AllGatherCase(name, shape, axis=axis, tags=("strided", *more))
+
+
+_QUICK_BYTES = (16 * KIB, 32 * MIB, 256 * MIB)
 _BENCH_BYTES = (
     *(KIB << shift for shift in range(0, 20, 2)),  # 1 KiB, 4 KiB, ... 256 MiB
     32 * MIB,
@@ -54,6 +62,10 @@ ALL_GATHER = (
     AllGatherCase("ag-ll-limit", (64 * KIB,), "bfloat16"),
     AllGatherCase("ag-past-ll", (64 * KIB + 1,), "bfloat16"),
     *(_bench(num_bytes) for num_bytes in sorted(_BENCH_BYTES)),
+    _strided("ag-1M-axis1-narrow", (8192, 64), 1),  # rows of 128 bytes
+    _strided("ag-16M-heads", (2, 2048, 16, 128), 2),  # [B, S, H, D] by H
+    _strided("ag-32M-axis1", (4096, 4096), 1, "quick"),
+    _strided("ag-256M-axis1", (8192, 16384), 1),
 )
 
 
