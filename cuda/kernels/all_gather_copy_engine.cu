@@ -20,11 +20,27 @@ namespace {
 
 constexpr int kDrainThreads = 512;
 constexpr int kDrainBlocks = 32;  // about twice the link's rate
-constexpr uint32_t kDrainTileBytes = 64 << 10;
+constexpr uint32_t kDrainTileBytes = 32 << 10;
 
-// Work is handed out tile by tile, in order of chunks: with one block resident or all of them, what
-// is waited for has been handed to somebody before. A block asks for its next piece before it moves
-// the present one, to hide the trip of the atomic.
+// One stripe of a chunk, tiles stripe, stripe + num_stripes, ..., to its place in the result.
+template <typename Vector>
+__device__ __forceinline__ void place_stripe(const PeerTensor& result, int rank, const char* from,
+                                             const RowTile& chunk, uint32_t stripe,
+                                             uint32_t num_stripes) {
+  const RowTiles tiles = RowTiles::make(chunk.num_rows, chunk.num_cols, kDrainTileBytes);
+  for (int64_t t = stripe; t < tiles.num_tiles; t += num_stripes) {
+    RowTile tile = tiles.tile(t);
+    const char* source = from + tile.row * tiles.inner + tile.col;
+    tile.row += chunk.row;
+    tile.col += chunk.col;
+    reg::store_tile<Vector>(result, source, tile, rank, 1);
+  }
+}
+
+// A piece of work is a stripe of a chunk: of the own part, then of each peer's. Pieces are handed
+// out in order of chunks, so with one block resident or all of them, what a block waits for needs
+// no piece that nobody holds. A block asks for its next piece before it does the present one, to
+// hide the trip of the atomic.
 template <typename Vector>
 __global__ void __launch_bounds__(kDrainThreads, 1)
     drain(const __grid_constant__ CommView comm, const __grid_constant__ AllGatherArgs args,
@@ -35,39 +51,31 @@ __global__ void __launch_bounds__(kDrainThreads, 1)
   const Waiter waiter{comm, Op::kAllGather, args.channel};
   const uint32_t first_chunk = channel.chunks;
   const RowTiles chunks = chunk_walk(args.rows, args.inner);
-  // No chunk has more tiles than the first.
-  const RowTile first = chunks.tile(0);
-  const uint32_t most = RowTiles::make(first.num_rows, first.num_cols, kDrainTileBytes).num_tiles;
-  const uint32_t total = static_cast<uint32_t>(chunks.num_tiles) * comm.num_ranks * most;
+  const uint32_t num_stripes = gridDim.x;
+  const uint32_t num_pieces = static_cast<uint32_t>(chunks.num_tiles) * num_stripes;
+  const auto part = [&](int source) {
+    return PeerTensor{address, comm.num_ranks, comm.num_ranks * args.inner, source * args.inner};
+  };
   if (threadIdx.x == 0) {
     address[comm.rank] = args.result;
     piece = ptx::atom_add_relaxed_gpu(&channel.work, 1);
   }
   __syncthreads();
-  for (uint32_t now = piece; now < total; now = piece) {
+  for (uint32_t now = piece; now < num_pieces; now = piece) {
     __syncthreads();
     uint32_t next = 0;
     if (threadIdx.x == 0) next = ptx::atom_add_relaxed_gpu(&channel.work, 1);
-    const int64_t c = now / (most * comm.num_ranks);
-    const uint32_t turn = now / most % comm.num_ranks;  // 0: the own part, while chunk c comes
-    const int source = (comm.rank + turn) % comm.num_ranks;
+    const int64_t c = now / num_stripes;
+    const uint32_t stripe = now % num_stripes;
     const RowTile chunk = chunks.tile(c);
-    const RowTiles tiles = RowTiles::make(chunk.num_rows, chunk.num_cols, kDrainTileBytes);
-    const int64_t t = now % most;
-    if (t < tiles.num_tiles) {
-      const char* from = args.source + chunk.row * args.inner + chunk.col;
-      if (turn != 0) {
-        wait_landed(waiter, source, first_chunk, c);
-        from = landing.slot(comm.rank, source, c);
-      }
-      const PeerTensor result{address, comm.num_ranks, comm.num_ranks * args.inner,
-                              source * args.inner};
-      RowTile tile = tiles.tile(t);
-      from += tile.row * tiles.inner + tile.col;
-      tile.row += chunk.row;
-      tile.col += chunk.col;
-      reg::store_tile<Vector>(result, from, tile, comm.rank, 1);
-      if (turn != 0) report_tile(waiter, source, c, static_cast<uint32_t>(tiles.num_tiles));
+    const char* own = args.source + chunk.row * args.inner + chunk.col;
+    place_stripe<Vector>(part(comm.rank), comm.rank, own, chunk, stripe, num_stripes);
+    for (int k = 1; k < comm.num_ranks; ++k) {
+      const int peer = (comm.rank + k) % comm.num_ranks;
+      wait_landed(waiter, peer, first_chunk, c);
+      place_stripe<Vector>(part(peer), comm.rank, landing.slot(comm.rank, peer, c), chunk, stripe,
+                           num_stripes);
+      report_stripe(waiter, peer, c, num_stripes);
     }
     if (threadIdx.x == 0) piece = next;
     __syncthreads();

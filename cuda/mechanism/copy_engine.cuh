@@ -20,17 +20,17 @@ __device__ __forceinline__ void wait_landed(const Waiter& waiter, int peer, uint
   __syncthreads();
 }
 
-// All threads of a block: this block has moved one of the chunk's `num_tiles` tiles out. The block
-// that moves the last one gives the slot back.
-__device__ __forceinline__ void report_tile(const Waiter& waiter, int peer, int64_t chunk,
-                                            uint32_t num_tiles) {
+// All threads of a block: this block has moved one of the `num_stripes` parts of the chunk out. The
+// block that moves the last one gives the slot back.
+__device__ __forceinline__ void report_stripe(const Waiter& waiter, int peer, int64_t chunk,
+                                              uint32_t num_stripes) {
   const CommView& comm = waiter.comm;
   const int slot = chunk % kLandingSlots;
   __syncthreads();
   if (threadIdx.x != 0) return;
   // Release of this block's reads; acquired by the last block's own add, which releases them on.
   uint32_t& emptied = signal_page(comm, comm.rank).channels[waiter.channel].emptied[peer][slot];
-  if (ptx::atom_add_acq_rel_gpu(&emptied, 1) + 1 != num_tiles) return;
+  if (ptx::atom_add_acq_rel_gpu(&emptied, 1) + 1 != num_stripes) return;
   emptied = 0;  // nobody looks again before the slot's next chunk has landed
   // Release of all reads of the slot; pairs with the acquire in await_credit (copy_engine.cu).
   ptx::red_add_release_sys(&signal_page(comm, peer).channels[waiter.channel].taken[comm.rank][slot],

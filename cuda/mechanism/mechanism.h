@@ -6,7 +6,7 @@ namespace pk {
 enum class Mechanism {
   kRegister,    // loads and stores by threads: any alignment, any size
   kTma,         // 1-D bulk copies through shared memory: 16-byte rows, few threads
-  kCopyEngine,  // the DMA engines: no SM, large blocks, lands in the peer's landing buffer
+  kCopyEngine,  // the DMA engines drive the link, a few SMs empty the landing buffer; large blocks
 };
 
 // NCCL's words. kSimple: data straight into its place, signals around it. kLowLatency ("ll"): data

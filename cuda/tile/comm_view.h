@@ -59,7 +59,7 @@ struct alignas(128) Channel {
   // [peer][slot]: how many chunks the peer has taken out of that slot of ours in its landing
   // buffer.
   alignas(128) uint32_t taken[kMaxRanks][kLandingSlots];
-  // [peer][slot]: tiles that blocks of this rank have taken out of the slot's present chunk.
+  // [peer][slot]: parts that blocks of this rank have taken out of the slot's present chunk.
   alignas(128) uint32_t emptied[kMaxRanks][kLandingSlots];
 };
 
