@@ -9,8 +9,10 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
+#include <unistd.h>
 
 #include <array>
+#include <cstring>
 #include <map>
 #include <optional>
 #include <string>
@@ -161,6 +163,40 @@ void virtual_all_gather(pk::VirtualRanks& ranks, Operands operands, Results resu
   if (!error.empty()) throw std::runtime_error(error);
 }
 
+// An Exchange whose all_gather is a Python function from bytes to the list of all ranks' bytes.
+class PythonExchange : public pk::Exchange {
+ public:
+  PythonExchange(int rank, int num_ranks, nb::callable all_gather)
+      : rank_(rank), num_ranks_(num_ranks), all_gather_(std::move(all_gather)) {}
+  int rank() const override { return rank_; }
+  int num_ranks() const override { return num_ranks_; }
+  void all_gather(const void* mine, void* all, size_t bytes) override {
+    const nb::list parts(all_gather_(nb::bytes(mine, bytes)));
+    for (int r = 0; r < num_ranks_; ++r) {
+      const auto part = nb::cast<nb::bytes>(parts[r]);
+      if (part.size() != bytes) throw pk::Error("ranks exchange parts of different sizes");
+      std::memcpy(static_cast<char*>(all) + r * bytes, part.c_str(), bytes);
+    }
+  }
+  using Exchange::all_gather;
+
+ private:
+  int rank_, num_ranks_;
+  nb::callable all_gather_;
+};
+
+// What a communicator does to share memory between processes, with any descriptor and no GPU.
+std::vector<int> exchange_descriptors(nb::callable all_gather, int rank, int num_ranks, int fd) {
+  PythonExchange exchange(rank, num_ranks, std::move(all_gather));
+  const auto placements = exchange.all_gather(pk::Placement{0, pk::process_id(), 0});
+  pk::Descriptor mine(dup(fd));
+  std::vector<int> received;
+  for (pk::Descriptor& descriptor : pk::exchange_descriptors(exchange, placements, mine)) {
+    received.push_back(descriptor ? dup(descriptor.get()) : -1);
+  }
+  return received;
+}
+
 // (row, col, num_rows, num_cols) of every tile of a walk.
 std::vector<std::array<int64_t, 4>> tiles_of(const pk::RowTiles& walk) {
   std::vector<std::array<int64_t, 4>> out;
@@ -196,6 +232,9 @@ NB_MODULE(_ffi, m) {
            nb::arg("plans"), nb::arg("rows") = 1, nb::arg("channel") = 0, nb::arg("offset") = 0,
            nb::arg("absent") = std::vector<int>{},
            "plans: (mechanism, protocol, blocks a rank) of each call in turn.");
+  m.def("exchange_descriptors", &exchange_descriptors, nb::arg("all_gather"), nb::arg("rank"),
+        nb::arg("num_ranks"), nb::arg("fd"),
+        "Hands fd to every other process and returns theirs (-1 for this process), for tests.");
   m.def(
       "row_tiles",
       [](int64_t rows, int64_t inner, uint32_t tile_bytes) {

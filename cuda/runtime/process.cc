@@ -78,6 +78,41 @@ sockaddr_un abstract_address(const Rendezvous& rendezvous, socklen_t* length) {
   return address;
 }
 
+// A message with room for one descriptor beside it, laid out as sendmsg and recvmsg want it.
+class Envelope {
+ public:
+  explicit Envelope(Message* message) : data_{message, sizeof *message} {
+    header_.msg_iov = &data_;
+    header_.msg_iovlen = 1;
+    header_.msg_control = control_;
+    header_.msg_controllen = sizeof control_;
+  }
+  msghdr* header() { return &header_; }
+
+  void enclose(int descriptor) {
+    cmsghdr* rights = CMSG_FIRSTHDR(&header_);
+    rights->cmsg_level = SOL_SOCKET;
+    rights->cmsg_type = SCM_RIGHTS;
+    rights->cmsg_len = CMSG_LEN(sizeof(int));
+    std::memcpy(CMSG_DATA(rights), &descriptor, sizeof(int));
+  }
+  Descriptor enclosed() {
+    const cmsghdr* rights = CMSG_FIRSTHDR(&header_);
+    if (!rights || rights->cmsg_level != SOL_SOCKET || rights->cmsg_type != SCM_RIGHTS ||
+        rights->cmsg_len != CMSG_LEN(sizeof(int))) {
+      return Descriptor();
+    }
+    int fd;
+    std::memcpy(&fd, CMSG_DATA(rights), sizeof(int));
+    return Descriptor(fd);
+  }
+
+ private:
+  iovec data_;
+  alignas(cmsghdr) char control_[CMSG_SPACE(sizeof(int))] = {};
+  msghdr header_{};
+};
+
 void send_descriptor(const Rendezvous& to, int32_t sender, int descriptor) {
   const Descriptor socket = open_socket();
   socklen_t length;
@@ -89,42 +124,22 @@ void send_descriptor(const Rendezvous& to, int32_t sender, int descriptor) {
   }
   if (!same_user(socket.get())) throw Error("the socket of a peer process belongs to another user");
   Message message{{to.secret[0], to.secret[1]}, sender};
-  iovec data{&message, sizeof message};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  msghdr header{};
-  header.msg_iov = &data;
-  header.msg_iovlen = 1;
-  header.msg_control = control;
-  header.msg_controllen = sizeof control;
-  cmsghdr* rights = CMSG_FIRSTHDR(&header);
-  rights->cmsg_level = SOL_SOCKET;
-  rights->cmsg_type = SCM_RIGHTS;
-  rights->cmsg_len = CMSG_LEN(sizeof(int));
-  std::memcpy(CMSG_DATA(rights), &descriptor, sizeof(int));
-  if (restarted([&] { return sendmsg(socket.get(), &header, MSG_NOSIGNAL); }) != sizeof message)
+  Envelope envelope(&message);
+  envelope.enclose(descriptor);
+  if (restarted([&] { return sendmsg(socket.get(), envelope.header(), MSG_NOSIGNAL); }) !=
+      sizeof message) {
     fail("send a descriptor to a peer process");
+  }
 }
 
 // One accepted connection: the sender and its descriptor, or sender -1 for a stranger.
 std::pair<int, Descriptor> receive_descriptor(int connection, const Rendezvous& mine) {
   if (!same_user(connection) || !readable(connection)) return {-1, Descriptor()};
   Message message{};
-  iovec data{&message, sizeof message};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  msghdr header{};
-  header.msg_iov = &data;
-  header.msg_iovlen = 1;
-  header.msg_control = control;
-  header.msg_controllen = sizeof control;
-  const ssize_t got = restarted([&] { return recvmsg(connection, &header, MSG_CMSG_CLOEXEC); });
-  const cmsghdr* rights = CMSG_FIRSTHDR(&header);
-  Descriptor descriptor;
-  if (rights && rights->cmsg_level == SOL_SOCKET && rights->cmsg_type == SCM_RIGHTS &&
-      rights->cmsg_len == CMSG_LEN(sizeof(int))) {
-    int fd;
-    std::memcpy(&fd, CMSG_DATA(rights), sizeof(int));
-    descriptor = Descriptor(fd);
-  }
+  Envelope envelope(&message);
+  const ssize_t got =
+      restarted([&] { return recvmsg(connection, envelope.header(), MSG_CMSG_CLOEXEC); });
+  Descriptor descriptor = envelope.enclosed();
   const bool known =
       got == sizeof message && std::memcmp(message.secret, mine.secret, sizeof mine.secret) == 0;
   if (known && descriptor) return {message.sender, std::move(descriptor)};
