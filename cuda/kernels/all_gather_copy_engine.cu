@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kDrainThreads, 1)
   __shared__ uint32_t piece;
   Channel& channel = signal_page(comm, comm.rank).channels[args.channel];
   const Waiter waiter{comm, Op::kAllGather, args.channel};
-  const uint32_t first_chunk = channel.chunks;
+  const uint32_t before = channel.rounds;
   const RowTiles chunks = chunk_walk(args.rows, args.inner);
   const uint32_t num_stripes = gridDim.x;
   const uint32_t num_pieces = static_cast<uint32_t>(chunks.num_tiles) * num_stripes;
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kDrainThreads, 1)
     place_stripe<Vector>(part(comm.rank), comm.rank, own, chunk, stripe, num_stripes);
     for (int k = 1; k < comm.num_ranks; ++k) {
       const int peer = (comm.rank + k) % comm.num_ranks;
-      wait_landed(waiter, peer, first_chunk, c);
+      wait_landed(waiter, peer, before, c);
       place_stripe<Vector>(part(peer), comm.rank, landing.slot(comm.rank, peer, c), chunk, stripe,
                            num_stripes);
       report_stripe(waiter, peer, c, num_stripes);

@@ -7,11 +7,11 @@ namespace {
 // Tells `peer` that `chunk` is in its landing buffer: the copy is complete, by stream order.
 __global__ void announce(const __grid_constant__ CommView comm, int channel_index, int peer,
                          int64_t chunk) {
-  const uint32_t first = signal_page(comm, comm.rank).channels[channel_index].chunks;
+  const uint32_t before = signal_page(comm, comm.rank).channels[channel_index].rounds;
   // Release of the copy; pairs with wait_landed on the peer.
   uint32_t* landed =
       &signal_page(comm, peer).channels[channel_index].landed[comm.rank][chunk % kLandingSlots];
-  ptx::st_release_sys(landed, first + static_cast<uint32_t>(chunk) + 1);
+  ptx::st_release_sys(landed, before + static_cast<uint32_t>(chunk / kLandingSlots) + 1);
 }
 
 // Waits until the slot of `chunk` is free: the peer has taken what the slot held before, one chunk
@@ -19,7 +19,7 @@ __global__ void announce(const __grid_constant__ CommView comm, int channel_inde
 __global__ void await_credit(const __grid_constant__ CommView comm, Op op, int channel_index,
                              int peer, int64_t chunk) {
   const Channel& channel = signal_page(comm, comm.rank).channels[channel_index];
-  const uint32_t rounds = (channel.chunks + static_cast<uint32_t>(chunk)) / kLandingSlots;
+  const uint32_t rounds = channel.rounds + static_cast<uint32_t>(chunk / kLandingSlots);
   wait_signal({comm, op, channel_index}, Slot::kTaken, peer,
               &channel.taken[peer][chunk % kLandingSlots], rounds);
 }
@@ -37,7 +37,7 @@ __global__ void end_chunks(const __grid_constant__ CommView comm, int channel_in
     }
   }
   if (threadIdx.x == 0) {
-    channel.chunks += static_cast<uint32_t>(padded_chunks(chunks));
+    channel.rounds += static_cast<uint32_t>(padded_chunks(chunks) / kLandingSlots);
     channel.work = 0;
   }
 }

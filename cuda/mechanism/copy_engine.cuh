@@ -8,14 +8,14 @@
 namespace pk {
 
 // All threads of a block: chunk `chunk` of this call from `peer` has landed in this rank's landing
-// buffer.
-__device__ __forceinline__ void wait_landed(const Waiter& waiter, int peer, uint32_t first_chunk,
+// buffer. `before`: rounds of the ring before this call.
+__device__ __forceinline__ void wait_landed(const Waiter& waiter, int peer, uint32_t before,
                                             int64_t chunk) {
   const CommView& comm = waiter.comm;
   const Channel& channel = signal_page(comm, comm.rank).channels[waiter.channel];
   if (threadIdx.x == 0) {
     wait_signal(waiter, Slot::kLanded, peer, &channel.landed[peer][chunk % kLandingSlots],
-                first_chunk + static_cast<uint32_t>(chunk) + 1);
+                before + static_cast<uint32_t>(chunk / kLandingSlots) + 1);
   }
   __syncthreads();
 }

@@ -34,7 +34,8 @@ inline constexpr int kLandingSlots = 4;
 // The most blocks an op may have: each has an epoch word of its own.
 inline constexpr int kMaxBlocks = 512;
 
-// The counters of one call site. All but `ended` only grow.
+// The counters of one call site. What other ranks see only grows; `ended`, `work` and `emptied`
+// count within a call or a chunk and go back to zero.
 struct alignas(128) Channel {
   // [block]: calls finished, as this block will read it. A block reads its word when it begins and
   // writes it when it ends, so that blocks of one call need not agree on when the epoch advances;
@@ -42,9 +43,9 @@ struct alignas(128) Channel {
   uint32_t epoch[kMaxBlocks];
   // Blocks that have ended in the call under way; the last one puts it back to zero.
   alignas(128) uint32_t ended;
-  // Copy-engine path. Chunks moved so far, a multiple of kLandingSlots; pieces of work handed out
-  // in the call under way.
-  uint32_t chunks;
+  // Copy-engine path. Rounds of the landing ring so far (a call takes whole ones), and pieces of
+  // work handed out in the call under way.
+  uint32_t rounds;
   alignas(128) uint32_t work;
   // [peer]: where the peer's result is in this epoch, and with how many blocks it pushes, as two
   // words of (epoch << 32 | half). See Invitation.
@@ -53,8 +54,8 @@ struct alignas(128) Channel {
   // how many that should be after the last call.
   alignas(128) uint32_t left[kMaxRanks];
   uint32_t left_before[kMaxRanks];
-  // Copy-engine path. [peer][slot]: number of the last chunk the peer has put into that slot of
-  // this rank's landing buffer.
+  // Copy-engine path. [peer][slot]: number of the last round of the ring in which the peer has put
+  // a chunk into that slot of this rank's landing buffer.
   alignas(128) uint32_t landed[kMaxRanks][kLandingSlots];
   // [peer][slot]: how many chunks the peer has taken out of that slot of ours in its landing
   // buffer.
