@@ -26,6 +26,8 @@ struct Process {
   std::map<int, int64_t> global_id_of;
   std::vector<std::unique_ptr<Groups>> groups;
   std::map<std::pair<const Groups*, int>, std::unique_ptr<Communicator>> communicators;
+  std::map<std::pair<const Groups*, int>, std::string>
+      broken;  // why no further attempt may be made
 };
 Process& process() {
   static Process& process = *new Process;
@@ -45,6 +47,41 @@ XlaCommunicators extension(const xla::ffi::Context& context) {
                 found.error().message());
   }
   return *found;
+}
+
+// After a rank was lost half way, an exchange of it may still be under way: another attempt would
+// meet it.
+void refuse_if_broken(const Groups* groups, int device) {
+  std::shared_lock lock(process().mutex);
+  const auto found = process().broken.find({groups, device});
+  if (found == process().broken.end()) return;
+  throw Error("an earlier attempt to build this communicator failed (" + found->second +
+              "); restart the processes");
+}
+
+// Builds the communicator of a call site unless there is one, and makes its channel ready.
+// Collective.
+Communicator& build(const CallSite& site, Communicator* communicator, cudaStream_t stream,
+                    int device, const xla::ffi::Context& context,
+                    const std::function<void*()>& buffer) {
+  const uint64_t limit_ns = time_limit_ns();
+  // What earlier programs enqueued may be waiting for peers: let it finish, before anything below
+  // could wait for the device, and before the time for the other ranks to come here starts.
+  check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  auto xla_communicator = extension(context).GetCommunicator(
+      xla::ffi::GroupMode::kFlattenedId, site.groups->logical, kCommunicationId);
+  if (!xla_communicator.has_value()) {
+    throw Error("no communicator from XLA: " + xla_communicator.error().message());
+  }
+  NcclExchange exchange(*xla_communicator, site.groups->rank_of(device), stream);
+  if (!communicator) {
+    auto made = std::make_unique<Communicator>(exchange, device, buffer(), limit_ns, stream);
+    communicator = made.get();
+    std::unique_lock lock(process().mutex);
+    process().communicators[{site.groups, device}] = std::move(made);
+  }
+  communicator->prepare_channel(exchange, site.channel, site.needs_landing, stream);
+  return *communicator;
 }
 
 }  // namespace
@@ -134,23 +171,14 @@ xla::ffi::Error initialize(CallSite& site, cudaStream_t stream, int device,
   return guarded(site.op, [&] {
     Communicator* communicator = find(site.groups, device);
     if (!communicator || !communicator->has_channel(site.channel, site.needs_landing)) {
-      const uint64_t limit_ns = time_limit_ns();
-      // What earlier programs enqueued may be waiting for peers: let it finish, before anything
-      // below could wait for the device, and before the time for the other ranks to come here
-      // starts.
-      check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-      auto xla_communicator = extension(context).GetCommunicator(
-          xla::ffi::GroupMode::kFlattenedId, site.groups->logical, kCommunicationId);
-      if (!xla_communicator.has_value())
-        throw Error("no communicator from XLA: " + xla_communicator.error().message());
-      NcclExchange exchange(*xla_communicator, site.groups->rank_of(device), stream);
-      if (!communicator) {
-        auto made = std::make_unique<Communicator>(exchange, device, buffer(), limit_ns, stream);
-        communicator = made.get();
+      refuse_if_broken(site.groups, device);
+      try {
+        communicator = &build(site, communicator, stream, device, context, buffer);
+      } catch (const Lost& error) {
         std::unique_lock lock(process().mutex);
-        process().communicators[{site.groups, device}] = std::move(made);
+        process().broken[{site.groups, device}] = error.what();
+        throw;
       }
-      communicator->prepare_channel(exchange, site.channel, site.needs_landing, stream);
     }
     site.ready[device].store(communicator, std::memory_order_release);
   });

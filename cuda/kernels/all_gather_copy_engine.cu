@@ -39,8 +39,8 @@ __device__ __forceinline__ void place_stripe(const PeerTensor& result, int rank,
 
 // A piece of work is a stripe of a chunk: of the own part, then of each peer's. Pieces are handed
 // out in order of chunks, so with one block resident or all of them, what a block waits for needs
-// no piece that nobody holds. A block asks for its next piece before it does the present one, to
-// hide the trip of the atomic.
+// no piece that nobody holds. (It does need the kernels that keep the flags, one warp's room each.)
+// A block asks for its next piece before it does the present one, to hide the trip of the atomic.
 template <typename Vector>
 __global__ void __launch_bounds__(kDrainThreads, 1)
     drain(const __grid_constant__ CommView comm, const __grid_constant__ AllGatherArgs args,
@@ -97,7 +97,10 @@ cudaError_t launch_all_gather_copy_engine(const CommView& comm, const AllGatherA
   const int64_t ahead = std::min<int64_t>(chunks.num_tiles, kLandingSlots);
   if (cudaError_t error = fork_streams(engine, stream)) return error;
   if (cudaError_t error = push(0, ahead)) return error;
-  const int blocks = args.num_blocks > 0 ? std::min(args.num_blocks, kMaxBlocks) : kDrainBlocks;
+  // One block an SM at most: blocks that are still to be issued would stand before the kernels that
+  // keep the flags.
+  const int wanted = args.num_blocks > 0 ? args.num_blocks : kDrainBlocks;
+  const int blocks = std::min({wanted, args.num_sms, kMaxBlocks});
   const cudaError_t drained =
       by_granule(granule(args.source, args.result, args.inner, 16), [&](auto vector) {
         drain<decltype(vector)><<<blocks, kDrainThreads, 0, stream>>>(comm, args, landing);

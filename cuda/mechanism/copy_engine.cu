@@ -51,8 +51,13 @@ cudaError_t follow(CopyEngine& engine, CopyEngine::Stream which, cudaStream_t st
 }  // namespace
 
 CopyEngine::CopyEngine() {
-  for (cudaStream_t& s : stream)
-    ok_ &= cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking) == cudaSuccess;
+  // The kernels that keep the flags are one thread each and others wait for them: they go first.
+  int low = 0, high = 0;
+  ok_ &= cudaDeviceGetStreamPriorityRange(&low, &high) == cudaSuccess;
+  for (int i = 0; i < kNumStreams; ++i) {
+    const int priority = i == kCopies ? low : high;
+    ok_ &= cudaStreamCreateWithPriority(&stream[i], cudaStreamNonBlocking, priority) == cudaSuccess;
+  }
   for (cudaEvent_t& e : event)
     ok_ &= cudaEventCreateWithFlags(&e, cudaEventDisableTiming) == cudaSuccess;
   ok_ &= cudaEventCreateWithFlags(&fork, cudaEventDisableTiming) == cudaSuccess;

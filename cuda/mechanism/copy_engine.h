@@ -14,9 +14,10 @@
 //
 // Progress. A push of chunk c waits for chunk c - kLandingSlots to be taken, and every rank pushes
 // in order of c: the smallest c still to do never waits for a larger one. The host enqueues the
-// first kLandingSlots chunks, whose slots earlier calls have emptied, then the kernel that empties
+// first kLandingSlots chunks, which wait for earlier calls at most, then the kernel that empties
 // slots, then the rest: whatever hardware queue the streams share, nothing in it stands before what
-// it waits for.
+// it waits for. The flags' kernels need room for one warp beside the blocks that empty slots, so
+// those are never more than the SMs, and the flags' streams have the higher priority.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -14,8 +14,15 @@ class Error : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// A rank did not take part: what the ranks have in common is no longer known.
+class Lost : public Error {
+ public:
+  using Error::Error;
+};
+
 inline void check(cudaError_t status, const char* what) {
   if (status != cudaSuccess) {
+    cudaGetLastError();  // reported here; the next launch must not report it again
     throw Error(std::string(what) + ": " + cudaGetErrorName(status) + ": " +
                 cudaGetErrorString(status));
   }

@@ -150,50 +150,57 @@ void Communicator::check_pages(Exchange& exchange, cudaStream_t stream) {
 }
 
 void Communicator::check_heaps(Exchange& exchange, void* scratch_word, cudaStream_t stream) {
-  uint64_t offset = 0;
-  const uint64_t seed = process_id() + 1;
   uint64_t* word = static_cast<uint64_t*>(scratch_word);
-  std::unique_ptr<Scratch> scratch;
-  exchange.together("writing into XLA's heap", [&] {
-    if (!heaps_->locate(scratch_word, sizeof(uint64_t), &offset)) {
-      throw Error("the exported heap does not hold its own buffer");
-    }
-    scratch = std::make_unique<Scratch>(num_ranks() + 1);
-    check(launch_swap_word(word, round_trip_token(seed, rank(), rank()),
-                           scratch->get() + num_ranks(), stream),
-          "launch_swap_word");
-    check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-  });
-  const std::vector<uint64_t> offsets = exchange.all_gather(offset);
-  const std::vector<uint64_t> seeds = exchange.all_gather(seed);
-  std::vector<uint64_t> seen;
-  exchange.together("reading the peers' heaps", [&] {
-    for (int peer = 0; peer < num_ranks(); ++peer) {
-      const char* remote =
-          peer == rank() ? reinterpret_cast<char*>(word) : heaps_->base(peer) + offsets[peer];
-      check(launch_read_word(reinterpret_cast<const uint64_t*>(remote), scratch->get() + peer,
-                             stream),
-            "launch_read_word");
-    }
-    seen = scratch->read(stream);
-  });
-  exchange.together("the data round trip through XLA's heap", [&] {
+  const uint64_t seed = process_id() + 1;
+  uint64_t offset = 0;
+  std::unique_ptr<Scratch> scratch;  // a word seen of each rank, then the word's own content
+  bool swapped = false;
+  const auto restore = [&] {
+    if (!swapped) return;
+    swapped = false;
     check(cudaMemcpyAsync(word, scratch->get() + num_ranks(), sizeof(uint64_t),
                           cudaMemcpyDeviceToDevice, stream),
           "cudaMemcpyAsync");
     check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-    for (int peer = 0; peer < num_ranks(); ++peer) {
-      if (seen[peer] != round_trip_token(seeds[peer], peer, peer)) {
-        wrong_data("XLA's heap", rank(), peer);
+  };
+  try {
+    exchange.together("writing into XLA's heap", [&] {
+      if (!heaps_->locate(scratch_word, sizeof(uint64_t), &offset)) {
+        throw Error("the exported heap does not hold its own buffer");
       }
+      scratch = std::make_unique<Scratch>(num_ranks() + 1);
+      check(launch_swap_word(word, round_trip_token(seed, rank(), rank()),
+                             scratch->get() + num_ranks(), stream),
+            "launch_swap_word");
+      swapped = true;
+      check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+    });
+    const std::vector<uint64_t> offsets = exchange.all_gather(offset);
+    const std::vector<uint64_t> seeds = exchange.all_gather(seed);
+    exchange.together("the data round trip through XLA's heap", [&] {
+      for (int peer = 0; peer < num_ranks(); ++peer) {
+        const char* remote =
+            peer == rank() ? reinterpret_cast<char*>(word) : heaps_->base(peer) + offsets[peer];
+        check(launch_read_word(reinterpret_cast<const uint64_t*>(remote), scratch->get() + peer,
+                               stream),
+              "launch_read_word");
+      }
+      const std::vector<uint64_t> seen = scratch->read(stream);
+      for (int peer = 0; peer < num_ranks(); ++peer) {
+        if (seen[peer] != round_trip_token(seeds[peer], peer, peer)) {
+          wrong_data("XLA's heap", rank(), peer);
+        }
+      }
+    });
+    exchange.together("giving XLA's heap its word back", restore);
+  } catch (...) {
+    try {
+      restore();
+    } catch (const Error&) {
+      // The failure that brought us here says more.
     }
-  });
-}
-
-size_t Communicator::workspace_bytes() const {
-  size_t bytes = region_->bytes();
-  for (const auto& landing : landing_) bytes += landing ? landing->bytes() : 0;
-  return bytes;
+    throw;
+  }
 }
 
 bool Communicator::has_channel(int channel, bool needs_landing) const {
@@ -204,6 +211,7 @@ bool Communicator::has_channel(int channel, bool needs_landing) const {
 void Communicator::prepare_channel(Exchange& exchange, int channel, bool needs_landing,
                                    cudaStream_t stream) {
   region_->grow(exchange, mailbox_bytes(channel + 1, num_ranks()), stream);
+  workspace_bytes_.store(region_->bytes() + landing_bytes(), std::memory_order_relaxed);
   if (!needs_landing || landing_[channel]) return;
   exchange.together("making streams for the copy engines", [&] {
     if (copy_engine_) return;
@@ -215,6 +223,13 @@ void Communicator::prepare_channel(Exchange& exchange, int channel, bool needs_l
   auto landing = std::make_unique<SymmetricRegion>(exchange, placements_, bytes);
   landing->grow(exchange, bytes, stream);
   landing_[channel] = std::move(landing);
+  workspace_bytes_.store(region_->bytes() + landing_bytes(), std::memory_order_relaxed);
+}
+
+size_t Communicator::landing_bytes() const {
+  size_t bytes = 0;
+  for (const auto& landing : landing_) bytes += landing ? landing->bytes() : 0;
+  return bytes;
 }
 
 uint64_t Communicator::publish(const void* pointer, size_t bytes) const {

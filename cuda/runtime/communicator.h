@@ -38,7 +38,7 @@ class Communicator {
   int device() const { return device_; }
   int num_sms() const { return num_sms_; }
   int num_processes() const { return num_processes_; }
-  size_t workspace_bytes() const;
+  size_t workspace_bytes() const { return workspace_bytes_.load(std::memory_order_relaxed); }
 
   // Launches asked of this process: replays of a captured graph are not among them.
   void count_launch() { launches_.fetch_add(1, std::memory_order_relaxed); }
@@ -58,12 +58,14 @@ class Communicator {
 
  private:
   void check_pages(Exchange& exchange, cudaStream_t stream);
+  size_t landing_bytes() const;
   void check_heaps(Exchange& exchange, void* scratch, cudaStream_t stream);
 
   int device_;
   int num_sms_ = 0;
   int num_processes_ = 1;
   std::atomic<uint64_t> launches_{0};
+  std::atomic<size_t> workspace_bytes_{0};  // other threads may ask
   std::vector<Placement> placements_;
   CommView view_{};
   std::unique_ptr<SymmetricRegion> region_;  // signal page, then mailboxes

@@ -40,7 +40,13 @@ class Exchange {
     } catch (...) {
       mine = std::current_exception();
     }
-    const std::vector<char> failed = all_gather(static_cast<char>(mine != nullptr));
+    std::vector<char> failed;
+    try {
+      failed = all_gather(static_cast<char>(mine != nullptr));
+    } catch (...) {
+      if (mine) std::rethrow_exception(mine);  // the cause says more than its consequence
+      throw;
+    }
     if (mine) std::rethrow_exception(mine);
     for (int r = 0; r < num_ranks(); ++r) {
       if (failed[r])

@@ -56,17 +56,18 @@ void check_nccl(int status, const char* what) {
   }
 }
 
-// Device memory for one exchange. Lost on purpose when a rank never came: freeing it would wait for
-// the NCCL kernel that is still waiting for that rank.
+// Device memory for one exchange. Lost on purpose unless the exchange is over: freeing it would
+// wait for the NCCL kernel that is still waiting for some rank.
 struct Buffer {
   char* data = nullptr;
+  bool idle = true;
   explicit Buffer(size_t bytes) {
     void* memory = nullptr;
     check(cudaMalloc(&memory, bytes), "cudaMalloc");
     data = static_cast<char*>(memory);
   }
   ~Buffer() {
-    if (data) cudaFree(data);
+    if (idle) cudaFree(data);
   }
 };
 
@@ -74,16 +75,21 @@ struct Buffer {
 void wait(void* comm, cudaStream_t stream, Buffer& buffer) {
   const auto limit = std::chrono::nanoseconds(time_limit_ns());
   const auto start = std::chrono::steady_clock::now();
+  buffer.idle = false;
   for (int polls = 0;; ++polls) {
     int status = kNcclSuccess;
     check_nccl(Nccl::get().comm_get_async_error(comm, &status), "ncclCommGetAsyncError");
-    check_nccl(status, "NCCL");
+    if (status != kNcclSuccess && status != kNcclInProgress) {
+      throw Lost(std::string("NCCL: ") + Nccl::get().get_error_string(status));
+    }
     const cudaError_t done = cudaStreamQuery(stream);
-    if (done == cudaSuccess && status == kNcclSuccess) return;
+    if (done == cudaSuccess && status == kNcclSuccess) {
+      buffer.idle = true;
+      return;
+    }
     if (done != cudaErrorNotReady) check(done, "cudaStreamQuery");
     if (std::chrono::steady_clock::now() - start > limit) {
-      buffer.data = nullptr;
-      throw Error(
+      throw Lost(
           "a rank did not take part in building a communicator within PK_JAX_TIMEOUT_S; did "
           "every process run the same program?");
     }

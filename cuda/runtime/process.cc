@@ -4,11 +4,13 @@
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/time.h>
 #include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <fstream>
 #include <utility>
@@ -42,11 +44,13 @@ Descriptor open_socket() {
   return fd;
 }
 
-// Waits for something to read, at most as long as for any other rank.
-bool readable(int fd) {
-  const int limit_ms = static_cast<int>(std::min<uint64_t>(time_limit_ns() / 1'000'000, 1 << 30));
+// Waits for something to read until `deadline`.
+bool readable(int fd, std::chrono::steady_clock::time_point deadline) {
+  const auto left = deadline - std::chrono::steady_clock::now();
+  const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(left).count();
   pollfd waiting{fd, POLLIN, 0};
-  return restarted([&] { return poll(&waiting, 1, limit_ms); }) == 1;
+  const int limit = static_cast<int>(std::clamp<int64_t>(ms, 0, 1 << 30));
+  return restarted([&] { return poll(&waiting, 1, limit); }) == 1;
 }
 
 bool same_user(int connection) {
@@ -85,7 +89,7 @@ class Envelope {
     header_.msg_iov = &data_;
     header_.msg_iovlen = 1;
     header_.msg_control = control_;
-    header_.msg_controllen = sizeof control_;
+    header_.msg_controllen = CMSG_LEN(sizeof(int));  // no room for a second descriptor
   }
   msghdr* header() { return &header_; }
 
@@ -115,6 +119,9 @@ class Envelope {
 
 void send_descriptor(const Rendezvous& to, int32_t sender, int descriptor) {
   const Descriptor socket = open_socket();
+  // connect() waits while the peer's backlog is full, which strangers could fill.
+  const timeval limit{10, 0};
+  setsockopt(socket.get(), SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
   socklen_t length;
   const sockaddr_un address = abstract_address(to, &length);
   if (restarted([&] {
@@ -134,7 +141,9 @@ void send_descriptor(const Rendezvous& to, int32_t sender, int descriptor) {
 
 // One accepted connection: the sender and its descriptor, or sender -1 for a stranger.
 std::pair<int, Descriptor> receive_descriptor(int connection, const Rendezvous& mine) {
-  if (!same_user(connection) || !readable(connection)) return {-1, Descriptor()};
+  // A peer has sent before it is accepted, or sends at once; who keeps silent is a stranger.
+  const auto soon = std::chrono::steady_clock::now() + std::chrono::seconds(1);
+  if (!same_user(connection) || !readable(connection, soon)) return {-1, Descriptor()};
   Message message{};
   Envelope envelope(&message);
   const ssize_t got =
@@ -150,8 +159,10 @@ std::pair<int, Descriptor> receive_descriptor(int connection, const Rendezvous& 
 std::vector<Descriptor> receive_all(const Descriptor& listener, const Rendezvous& mine,
                                     int num_ranks, int expected) {
   std::vector<Descriptor> received(num_ranks);
+  const auto deadline =
+      std::chrono::steady_clock::now() + std::chrono::nanoseconds(time_limit_ns());
   while (expected > 0) {
-    if (!readable(listener.get())) {
+    if (!readable(listener.get(), deadline)) {
       throw Error("a peer process did not hand over its memory in time");
     }
     const Descriptor connection(
@@ -205,18 +216,19 @@ std::vector<Descriptor> exchange_descriptors(Exchange& exchange,
     if (listen(listener.get(), num_ranks) != 0) fail("listen");
   });
   const std::vector<Rendezvous> all = exchange.all_gather(here);
-  std::vector<Descriptor> received;
+  int expected = 0;
   exchange.together("handing memory to the peers", [&] {
-    int expected = 0;
     for (int peer = 0; peer < num_ranks; ++peer) {
       if (placements[peer].process == placements[rank].process) continue;
-      // The listener's backlog takes the message whether or not the peer accepts yet: no order of
-      // ranks can block.
+      // The listener's backlog takes the message before the peer accepts: no order of ranks can
+      // block.
       send_descriptor(all[peer], rank, mine.get());
       ++expected;
     }
-    received = receive_all(listener, here, num_ranks, expected);
   });
+  std::vector<Descriptor> received;
+  exchange.together("taking memory from the peers",
+                    [&] { received = receive_all(listener, here, num_ranks, expected); });
   return received;
 }
 

@@ -126,8 +126,11 @@ void SymmetricRegion::grow(Exchange& exchange, size_t bytes, cudaStream_t stream
   if (target <= bytes_) return;
   try {
     back(exchange, target, stream);
+  } catch (const Lost&) {
+    throw;  // another rank may have gone on and use what this one has mapped
   } catch (...) {
-    // All ranks are here (Exchange::together): leave the region as it was, fit to be tried again.
+    // It failed on all ranks (Exchange::together): leave the region as it was, fit to be tried
+    // again.
     own_.unmap(bytes_);
     for (AddressRange& range : imported_) range.unmap(bytes_);
     throw;

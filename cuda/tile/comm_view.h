@@ -57,8 +57,8 @@ struct alignas(128) Channel {
   // Copy-engine path. [peer][slot]: number of the last round of the ring in which the peer has put
   // a chunk into that slot of this rank's landing buffer.
   alignas(128) uint32_t landed[kMaxRanks][kLandingSlots];
-  // [peer][slot]: how many chunks the peer has taken out of that slot of ours in its landing
-  // buffer.
+  // [peer][slot]: rounds of the ring in which the peer has emptied that slot of ours in its landing
+  // buffer; a call counts whole rounds.
   alignas(128) uint32_t taken[kMaxRanks][kLandingSlots];
   // [peer][slot]: parts that blocks of this rank have taken out of the slot's present chunk.
   alignas(128) uint32_t emptied[kMaxRanks][kLandingSlots];
