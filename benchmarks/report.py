@@ -147,6 +147,7 @@ def draw(rows: Sequence[records.Record], path: pathlib.Path) -> None:
     time.set_yscale("log")
     rate.set_ylim(bottom=0)
     rate.legend(frameon=False, fontsize=9)
+    time.legend(frameon=False, fontsize=9)
     if rows:
         head = rows[-1]
         processes = f", {head.processes} processes" if head.processes > 1 else ""

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from pk_jax import __version__
 from pk_jax._doctor import render, report_in_child
 
 
@@ -16,6 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[:1] == ["bench"]:
         return _bench(argv[1:])  # its options, --help among them, are those of benchmarks/run.py
     parser = argparse.ArgumentParser(prog="pk-jax", description="Multi-GPU kernels for JAX.")
+    parser.add_argument("--version", action="version", version=f"pk_jax {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     doctor = commands.add_parser(
         "doctor", help="what this machine can do, which path each op takes, and why"

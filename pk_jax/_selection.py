@@ -160,8 +160,13 @@ def paths(devices: Sequence[Device] | None = None) -> list[Path]:
 
 def why_platform(op: str, *platforms: str) -> str:
     """What to say of an op lowered for a platform other than CUDA, or for several at once."""
+    if op not in CUDA_OPS:
+        return why_no_kernel(op)
     names = " and ".join(map(repr, platforms))
-    return f"{op} runs through jax.lax on platform {names}; its kernels need CUDA devices"
+    return (
+        f"{op} is lowered for platform {names}, and its kernels need CUDA devices; "
+        "implementation=None runs it through jax.lax there"
+    )
 
 
 def why_auto_axes(axes: Sequence[Any]) -> str:

@@ -51,7 +51,8 @@ def _lower(ctx: Any, x: Any, *, rules: Rules, **params: Any) -> Any:
                 "reference", _selection.why_platform(rules.op, *platforms)
             )
         if params["implementation"] == "cuda":
-            raise NotImplementedError(f"{rules.op}: {decision.reason}")
+            named = "" if decision.reason.startswith(rules.op) else f"{rules.op}: "
+            raise NotImplementedError(named + decision.reason)
         _selection.log_once(rules.op, decision)
     return mlir.lower_fun(rules.reference, multiple_results=False)(ctx, x, **params)
 
