@@ -25,13 +25,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     doctor.add_argument("--json", action="store_true", help="print the report as JSON")
     doctor.add_argument(
         "--timeout",
-        type=float,
+        type=_seconds,
         default=60.0,
         metavar="SECONDS",
         help="how long to wait for the devices (default 60)",
     )
     commands.add_parser("bench", help="check, then time: benchmarks/run.py of a source checkout")
     return _doctor(parser.parse_args(argv))
+
+
+def _seconds(text: str) -> float:
+    """A waiting time: more than nothing, at most a day."""
+    value = float(text)
+    if not 0 < value <= 86_400:
+        raise ValueError(text)
+    return value
 
 
 def _doctor(args: argparse.Namespace) -> int:

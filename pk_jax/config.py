@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from pk_jax import _compat
 
@@ -27,17 +28,19 @@ def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
 
 
 def _is_positive_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    is_int = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    return is_int and int(value) > 0
 
 
-def _float_dtype(value: Any) -> Any:
+def _float_dtype(value: Any) -> str:
+    """The name of a floating-point dtype: NumPy holds dtype("float64") to be equal to None."""
     try:
         dtype = jnp.dtype(value)
-    except TypeError:
+    except (TypeError, ValueError):
         dtype = None
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"reduce_dtype must be a floating-point dtype or None, got {value!r}")
-    return dtype
+    return dtype.name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,13 +74,15 @@ class Config:
         sms = self.num_comm_sms
         if sms is not None and not (_is_positive_int(sms) and sms <= MAX_BLOCKS):
             raise ValueError(f"num_comm_sms must be {_SMS} or None, got {sms!r}")
+        if sms is not None:
+            object.__setattr__(self, "num_comm_sms", int(sms))
         if self.tile is not None:
             tile = tuple(self.tile) if isinstance(self.tile, (tuple, list)) else ()
             if not tile or not all(map(_is_positive_int, tile)):
                 raise ValueError(
                     f"tile must be a tuple of positive ints or None, got {self.tile!r}"
                 )
-            object.__setattr__(self, "tile", tile)
+            object.__setattr__(self, "tile", tuple(map(int, tile)))
         if self.reduce_dtype is not None:
             object.__setattr__(self, "reduce_dtype", _float_dtype(self.reduce_dtype))
         for name in ("deterministic", "multicast"):

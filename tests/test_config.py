@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -188,3 +189,17 @@ def test_defaults_reach_second_transposes(mesh_of):
         text = jax.make_jaxpr(gradient)(jnp.zeros(8)).pretty_print()
     assert text.count("pk_all_gather") == 1
     assert "config=Config(mechanism='register', num_comm_sms=5)" in text
+
+
+def test_reduce_dtype_float64_counts_as_set():
+    """NumPy holds dtype("float64") to be equal to None; a Config must not."""
+    config = pk.Config(reduce_dtype=jnp.float64)
+    assert config != pk.Config() and "float64" in repr(config)
+    with pytest.raises(ValueError, match=r"cannot honour config\.reduce_dtype"):
+        config_module.resolve("all_gather", config)
+
+
+def test_numpy_scalars_are_ints():
+    assert pk.Config(num_comm_sms=np.int64(16), tile=(np.int32(8),)) == pk.Config(
+        num_comm_sms=16, tile=(8,)
+    )

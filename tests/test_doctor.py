@@ -197,3 +197,10 @@ def test_bench_passes_its_options_on(monkeypatch, tmp_path):
     (tmp_path / "benchmarks" / "run.py").write_text("import sys; sys.exit(len(sys.argv))")
     monkeypatch.chdir(tmp_path)
     assert command_line.main(["bench", "--op", "all_gather"]) == 3
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "0", "-1", "soon"])
+def test_a_bad_timeout_is_an_argument_error(value, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        command_line.main(["doctor", "--timeout", value])
+    assert exit_.value.code == 2 and "--timeout" in capsys.readouterr().err

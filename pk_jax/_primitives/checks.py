@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from pk_jax import _compat
 
@@ -100,6 +101,8 @@ def check_dimension(op: str, name: str, value: Any, ndim: int) -> int:
 
 def check_flag(op: str, name: str, value: Any) -> bool:
     """A True/False argument as a bool."""
+    if isinstance(value, np.bool_):
+        return bool(value)
     try:
         return bool(operator.index(value))
     except TypeError:

@@ -93,12 +93,13 @@ def psum_scatter(
 
 
 def _in_bytes(move: Callable[[Any], Any], x: Any) -> Any:
-    """move(x), elements smaller than a byte going as one byte each.
+    """move(x), integers smaller than a byte going as one byte each.
 
-    XLA's CPU collectives write past their buffers when they move 2-bit integers.
+    XLA's CPU collectives write past their buffers when they move 2-bit integers. Only integers: a
+    bitcast has no derivative.
     """
     dtype = jnp.result_type(x)
-    if jnp.issubdtype(dtype, jax.dtypes.extended) or _compat.bits_per_element(dtype) >= 8:
+    if not jnp.issubdtype(dtype, jnp.integer) or _compat.bits_per_element(dtype) not in (2, 4):
         return move(x)
     bits = jnp.dtype(f"uint{_compat.bits_per_element(dtype)}")
     as_bytes = lax.bitcast_convert_type(x, bits).astype(jnp.uint8)
