@@ -28,24 +28,25 @@ class Exchange {
     return all;
   }
 
-  void barrier() { all_gather(char{0}); }
-
   // Runs `step` on every rank; throws on all of them if it threw on any, so that none is left
   // waiting for one that gave up.
   template <typename Step>
   void together(const char* what, Step step) {
     std::exception_ptr mine;
+    std::string cause;
     try {
       step();
+    } catch (const std::exception& error) {
+      mine = std::current_exception();
+      cause = std::string(error.what()) + "; then: ";
     } catch (...) {
       mine = std::current_exception();
     }
     std::vector<char> failed;
     try {
       failed = all_gather(static_cast<char>(mine != nullptr));
-    } catch (...) {
-      if (mine) std::rethrow_exception(mine);  // the cause says more than its consequence
-      throw;
+    } catch (const Lost& lost) {
+      throw Lost(cause + lost.what());  // lost all the same, but the cause says more
     }
     if (mine) std::rethrow_exception(mine);
     for (int r = 0; r < num_ranks(); ++r) {
