@@ -97,10 +97,10 @@ cudaError_t launch_all_gather_copy_engine(const CommView& comm, const AllGatherA
   const int64_t ahead = std::min<int64_t>(chunks.num_tiles, kLandingSlots);
   if (cudaError_t error = fork_streams(engine, stream)) return error;
   if (cudaError_t error = push(0, ahead)) return error;
-  // One block an SM at most: blocks that are still to be issued would stand before the kernels that
-  // keep the flags.
+  // Never more, so that the kernels that keep the flags find SMs without such a block: with one on
+  // every SM the op never ended.
   const int wanted = args.num_blocks > 0 ? args.num_blocks : kDrainBlocks;
-  const int blocks = std::min({wanted, args.num_sms, kMaxBlocks});
+  const int blocks = std::min({wanted, args.num_sms, kDrainBlocks});
   const cudaError_t drained =
       by_granule(granule(args.source, args.result, args.inner, 16), [&](auto vector) {
         drain<decltype(vector)><<<blocks, kDrainThreads, 0, stream>>>(comm, args, landing);

@@ -16,8 +16,8 @@
 // in order of c: the smallest c still to do never waits for a larger one. The host enqueues the
 // first kLandingSlots chunks, which wait for earlier calls at most, then the kernel that empties
 // slots, then the rest: whatever hardware queue the streams share, nothing in it stands before what
-// it waits for. The flags' kernels need room for one warp beside the blocks that empty slots, so
-// those are never more than the SMs, and the flags' streams have the higher priority.
+// it waits for. The flags' kernels need SMs beside those that empty slots, so these are few, and
+// the flags' streams have the higher priority.
 #pragma once
 
 #include <cuda_runtime_api.h>
