@@ -26,6 +26,12 @@ all_gather_p: Any = _parallel.all_gather_p
 all_gather_invariant_p: Any = _parallel.all_gather_invariant_p
 all_gather_reduced_p: Any = _parallel.all_gather_reduced_p
 reduce_scatter_p: Any = _parallel.reduce_scatter_p
+psum_p: Any = _parallel.psum_p
+psum_invariant_p: Any = _parallel.psum_invariant_p
+pmax_p: Any = _parallel.pmax_p
+pmin_p: Any = _parallel.pmin_p
+all_to_all_p: Any = _parallel.all_to_all_p
+ppermute_p: Any = _parallel.ppermute_p
 
 
 def _new_defaults_state() -> Any:
@@ -63,6 +69,11 @@ def check_vma() -> bool:
 def vary_over(axis_name: tuple[Hashable, ...], x: Any) -> Any:
     """x, cast to vary over the axes where it did not (as lax's collectives do with operands)."""
     return _parallel.insert_collective_pvary(axis_name, x)
+
+
+def without_size_one_axes(axis_name: tuple[Hashable, ...]) -> tuple[Hashable, ...]:
+    """The axes that a reduction goes over: all, unless JAX is set to leave those of size 1 out."""
+    return _parallel._maybe_skip_one_sized_axes(axis_name)
 
 
 def state_over(x: Any, axis_name: tuple[Hashable, ...], op: str) -> str:

@@ -22,6 +22,7 @@ import jax
 
 from pk_jax import _capability, _compat, _registry, _selection
 from pk_jax._tuning import cost_model, hardware
+from pk_jax._tuning.cost_model import Work
 
 # Read from the environment by pk_jax, JAX, XLA, CUDA or NCCL, with a bearing on paths or speed.
 _VARIABLES = re.compile(
@@ -181,7 +182,7 @@ def _all_gather_choices(device_kind: str, num_ranks: int) -> list[dict[str, Any]
     record = hardware.lookup(device_kind)
     rows: list[dict[str, Any]] = []
     for size in (1 << shift for shift in range(10, 31)):
-        choice = cost_model.choose_all_gather(record, size, num_ranks, inner_bytes=size)
+        choice = cost_model.choose(record, Work("all_gather", size, num_ranks, size))
         how = {"mechanism": choice.mechanism, "protocol": choice.protocol}
         if rows and how.items() <= rows[-1].items():
             rows[-1]["to_bytes"] = size

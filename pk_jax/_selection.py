@@ -31,7 +31,11 @@ OPS = (
     "ppermute",
     "ragged_all_to_all",
 )
-CUDA_OPS = ("all_gather",)
+CUDA_OPS = tuple(op for op in OPS if op != "ragged_all_to_all")
+
+# The ops that do arithmetic. A pmean is a psum.
+_SUMS = ("psum", "pmean", "psum_scatter")
+_REDUCTIONS = (*_SUMS, "pmax", "pmin")
 
 # What the pointer table of a communicator has room for.
 MAX_RANKS = 72
@@ -87,7 +91,7 @@ def decide(
     """
     if op not in CUDA_OPS:
         return Decision("reference", why_no_kernel(op))
-    reason = why_not_dtype(dtype)
+    reason = why_not_dtype(dtype, op) or why_not_sizes(groups)
     if reason is not None:
         return Decision("reference", reason)
     if devices is None or devices[0].platform not in _GPU_PLATFORMS:
@@ -106,12 +110,33 @@ def why_no_kernel(op: str) -> str:
     return f"{op} has no CUDA implementation yet and runs through jax.lax"
 
 
-def why_not_dtype(dtype: Any) -> str | None:
-    """Why the CUDA path cannot move elements of a dtype; None if it can."""
+def why_not_dtype(dtype: Any, op: str | None = None) -> str | None:
+    """Why the CUDA path cannot move elements of a dtype, nor reduce them in an op; None if it can.
+
+    Args:
+        dtype: the operand's.
+        op: the op; None asks for moving alone.
+    """
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return f"dtype {dtype} is an extended dtype, and only plain elements are moved"
     if _compat.bits_per_element(dtype) < 8:
         return f"dtype {dtype} is smaller than a byte, and only whole bytes are moved"
+    if op not in _REDUCTIONS or jnp.issubdtype(dtype, jnp.integer) or dtype.name in _FLOATS:
+        return None
+    if op in _SUMS:
+        if dtype.name in _COMPLEX:
+            return None
+        return f"dtype {dtype} has no CUDA sum; the kernels add integers, {_FLOATS} and {_COMPLEX}"
+    if dtype.name == "bool":
+        return None
+    return f"dtype {dtype} has no CUDA {op}; the kernels compare bool, integers and {_FLOATS}"
+
+
+def why_not_sizes(groups: Sequence[Sequence[int]]) -> str | None:
+    """Why the CUDA path cannot serve groups of these sizes; None if it can."""
+    sizes = [len(group) for group in groups]
+    if len(set(sizes)) > 1:
+        return f"the groups have different sizes {sizes}, and the kernels take groups of one size"
     return None
 
 
@@ -186,6 +211,9 @@ def log_once(op: str, decision: Decision) -> None:
         _logged.add((op, decision.reason))
         logger.log(decision.level, "%s takes the reference: %s", op, decision.reason)
 
+
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
+_COMPLEX = ("complex64", "complex128")
 
 _NO_DEVICES = (
     "the CUDA devices are not known here (an AbstractMesh, jax.export or a mesh of other devices); "

@@ -7,7 +7,8 @@ tuple are in row-major order of the tuple as given. Beside lax's arguments all t
 * ``implementation``: None runs the CUDA kernels where they can run and ``jax.lax`` elsewhere (the
   reason is logged once by the logger ``pk_jax``); "cuda" raises that reason as a
   NotImplementedError; "reference" is always ``jax.lax``.
-* ``config``: a :class:`pk_jax.Config`. A knob that the op does not have is a ValueError.
+* ``config``: a :class:`pk_jax.Config`. A knob that the op does not have, or a value of it, is a
+  ValueError that names what there is.
 """
 
 from collections.abc import Sequence
@@ -15,11 +16,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 
-from pk_jax import _compat, _selection
+from pk_jax import _selection
 from pk_jax import config as _config
-from pk_jax._primitives import checks
+from pk_jax._primitives import checks, exchanges, reductions
 from pk_jax._primitives import collectives as primitives
 from pk_jax._reference import collectives as reference
 from pk_jax.config import Config
@@ -54,7 +54,7 @@ def all_gather(
         to: the type of the result: "varying" over the axis, "invarying" (known to be equal on all
             ranks; the transpose is a slice) or "reduced".
         implementation: None, "cuda" or "reference".
-        config: the knobs ``mechanism`` and ``num_comm_sms``.
+        config: the knobs ``mechanism`` ("register", "tma" or "copy_engine") and ``num_comm_sms``.
 
     Returns:
         x with a new dimension of the size of the axis at `axis`, or with dimension `axis` that
@@ -67,8 +67,7 @@ def all_gather(
         ...     return pk.all_gather(x, "tp", tiled=True)  # [8, 3], the same on every GPU
     """
     op = "all_gather"
-    _config.check_implementation(op, implementation)
-    resolved = _config.resolve(op, config)
+    resolved = _resolve(op, implementation, config)
     if to not in _TO:
         raise ValueError(f"{op}: to must be one of {_TO}, got {to!r}")
     axes = checks.check_axes(op, axis_name)
@@ -89,7 +88,7 @@ def all_gather(
             to=to,
             implementation=implementation,
             config=resolved,
-            strict=config is not None and config.mechanism is not None,
+            strict=_is_strict(config),
         )
 
     return jax.tree.map(gather, x)
@@ -116,13 +115,13 @@ def psum_scatter(
         tiled: keep `scatter_dimension`, smaller by the number of ranks; without it the dimension
             must equal that number and is dropped.
         implementation: None, "cuda" or "reference".
-        config: this op has no knobs yet.
+        config: the knobs ``mechanism`` ("register") and ``num_comm_sms``.
 
     Returns:
         This rank's part of the sum.
     """
     op = "psum_scatter"
-    _check_reference_only(op, implementation, config)
+    resolved = _resolve(op, implementation, config)
     axes = checks.check_axes(op, axis_name)
     if not axes:
         return x
@@ -139,6 +138,7 @@ def psum_scatter(
             axis_index_groups=groups,
             tiled=tiled,
             implementation=implementation,
+            config=resolved,
         )
 
     return jax.tree.map(scatter, x)
@@ -154,21 +154,23 @@ def psum(
 ) -> Any:
     """Sums x over the ranks, as ``jax.lax.psum`` does.
 
+    The sum of floating-point numbers goes in rank order; that of 16-bit ones is made in 32 bits and
+    rounded once.
+
     Args:
         x: a number, an array or a pytree of them; what is not traced gives a constant, so
             ``psum(1, axis_name)`` is the number of ranks. Booleans count as integers.
         axis_name: the mesh axis or axes to sum over.
         axis_index_groups: lists of indices of the axis, holding each index once; each sums for
-            itself. Needs ``jax.shard_map(..., check_vma=False)``, as in lax.
+            itself. Needs ``jax.shard_map(..., check_vma=False)``, as in lax. Groups of different
+            sizes take the reference.
         implementation: None, "cuda" or "reference".
-        config: this op has no knobs yet.
+        config: the knobs ``mechanism`` ("register") and ``num_comm_sms``.
 
     Returns:
         The sum, of the shape of x.
     """
-    axes, groups = _check_reduction("psum", axis_name, axis_index_groups, implementation, config)
-    _check_typed_groups("psum", x, groups)
-    return reference.psum(x, axes, axis_index_groups=groups)
+    return _reduce("psum", x, axis_name, axis_index_groups, implementation, config)
 
 
 def pmean(
@@ -180,9 +182,9 @@ def pmean(
     config: Config | None = None,
 ) -> Any:
     """The mean of x over the ranks, as ``jax.lax.pmean`` does; arguments as :func:`psum`."""
-    axes, groups = _check_reduction("pmean", axis_name, axis_index_groups, implementation, config)
-    _check_typed_groups("pmean", x, groups)
-    return reference.pmean(x, axes, axis_index_groups=groups)
+    total = _reduce("pmean", x, axis_name, axis_index_groups, implementation, config)
+    size = reference.psum(1, axis_name, axis_index_groups=axis_index_groups)
+    return jax.tree.map(lambda leaf: leaf / size, total)
 
 
 def pmax(
@@ -194,8 +196,7 @@ def pmax(
     config: Config | None = None,
 ) -> Any:
     """The largest x over the ranks, as ``jax.lax.pmax`` does; arguments as :func:`psum`."""
-    axes, groups = _check_reduction("pmax", axis_name, axis_index_groups, implementation, config)
-    return reference.pmax(x, axes, axis_index_groups=groups)
+    return _reduce("pmax", x, axis_name, axis_index_groups, implementation, config)
 
 
 def pmin(
@@ -207,8 +208,7 @@ def pmin(
     config: Config | None = None,
 ) -> Any:
     """The smallest x over the ranks, as ``jax.lax.pmin`` does; arguments as :func:`psum`."""
-    axes, groups = _check_reduction("pmin", axis_name, axis_index_groups, implementation, config)
-    return reference.pmin(x, axes, axis_index_groups=groups)
+    return _reduce("pmin", x, axis_name, axis_index_groups, implementation, config)
 
 
 def all_to_all(
@@ -234,22 +234,31 @@ def all_to_all(
         tiled: cut `split_axis` in equal chunks and keep the number of dimensions; without it the
             dimension must equal the number of ranks and moves to `concat_axis`.
         implementation: None, "cuda" or "reference".
-        config: this op has no knobs yet.
+        config: the knobs ``mechanism`` ("register" or "tma") and ``num_comm_sms``.
 
     Returns:
         The received parts, joined along `concat_axis`.
     """
     op = "all_to_all"
-    _check_reference_only(op, implementation, config)
+    resolved = _resolve(op, implementation, config)
     axes = checks.check_axes(op, axis_name)
     groups = checks.check_groups(op, axis_index_groups, axes)
     tiled = checks.check_flag(op, "tiled", tiled)
-    for leaf in jax.tree.leaves(x):
-        checks.check_dimension(op, "split_axis", split_axis, np.ndim(leaf))
-        checks.check_dimension(op, "concat_axis", concat_axis, np.ndim(leaf))
-    return reference.all_to_all(
-        x, axes, split_axis, concat_axis, axis_index_groups=groups, tiled=tiled
-    )
+
+    def exchange(leaf: Any) -> Any:
+        return exchanges.all_to_all(
+            leaf,
+            axes,
+            checks.check_dimension(op, "split_axis", split_axis, np.ndim(leaf)),
+            checks.check_dimension(op, "concat_axis", concat_axis, np.ndim(leaf)),
+            axis_index_groups=groups,
+            tiled=tiled,
+            implementation=implementation,
+            config=resolved,
+            strict=_is_strict(config),
+        )
+
+    return jax.tree.map(exchange, x)
 
 
 def ppermute(
@@ -264,18 +273,30 @@ def ppermute(
 
     Args:
         x: an array or a pytree of arrays.
-        axis_name: the mesh axis or axes.
+        axis_name: the mesh axis, or axes in the order of the mesh's, as lax insists.
         perm: pairs (source, destination) of ranks, each rank at most once in either place.
         implementation: None, "cuda" or "reference".
-        config: this op has no knobs yet.
+        config: the knobs ``mechanism`` ("register" or "tma") and ``num_comm_sms``.
 
     Returns:
         What this rank received; zeros if it is no pair's destination.
     """
     op = "ppermute"
-    _check_reference_only(op, implementation, config)
-    axes = checks.check_axes(op, axis_name, like_reduction=True)
-    return reference.ppermute(x, axes, checks.check_permutation(op, perm, axes))
+    resolved = _resolve(op, implementation, config)
+    axes = checks.check_axes(op, axis_name, like_reduction=True, positions=False)
+    pairs = checks.check_permutation(op, perm, axes)
+
+    def permute(leaf: Any) -> Any:
+        return exchanges.ppermute(
+            leaf,
+            axes,
+            pairs,
+            implementation=implementation,
+            config=resolved,
+            strict=_is_strict(config),
+        )
+
+    return jax.tree.map(permute, x)
 
 
 def ragged_all_to_all(
@@ -327,36 +348,52 @@ def ragged_all_to_all(
     )
 
 
+def _resolve(op: str, implementation: str | None, config: Config | None) -> Config:
+    """The Config that an op runs with; its two own arguments are checked."""
+    _config.check_implementation(op, implementation)
+    return _config.resolve(op, config)
+
+
+def _is_strict(config: Config | None) -> bool:
+    """Whether the call itself, and not a default, names the mechanism."""
+    return config is not None and config.mechanism is not None
+
+
 def _check_reference_only(op: str, implementation: str | None, config: Config | None) -> None:
     """The two arguments of an op that has no kernels yet."""
-    _config.check_implementation(op, implementation)
-    _config.resolve(op, config)
+    _resolve(op, implementation, config)
     if implementation == "cuda":
         raise NotImplementedError(
             f"{_selection.why_no_kernel(op)}; use implementation=None or 'reference'"
         )
 
 
-def _check_reduction(
+def _reduce(
     op: str,
+    x: Any,
     axis_name: AxisName,
     axis_index_groups: Groups,
     implementation: str | None,
     config: Config | None,
-) -> tuple[tuple[Any, ...], tuple[tuple[int, ...], ...] | None]:
-    """The arguments of psum and its like, as tuples; their groups may differ in size."""
-    _check_reference_only(op, implementation, config)
+) -> Any:
+    """The common body of psum, pmax and pmin, and the sum of pmean; groups may differ in size."""
+    resolved = _resolve(op, implementation, config)
     axes = checks.check_axes(op, axis_name, like_reduction=True)
     if axis_index_groups is not None and any(isinstance(name, int) for name in axes):
         raise ValueError(f"{op}: axis_index_groups goes with named axes only, got {axes}")
-    return axes, checks.check_groups(op, axis_index_groups, axes, equal_sizes=False)
+    groups = checks.check_groups(op, axis_index_groups, axes, equal_sizes=False)
+    reduction = "psum" if op == "pmean" else op
+    if reduction == "psum":
+        checks.check_typed_groups(op, x, groups)
 
-
-def _check_typed_groups(op: str, x: Any, groups: Any) -> None:
-    """Raises if the sums of different groups would have to be typed as equal on all ranks."""
-    traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(x))
-    if groups is not None and traced and _compat.check_vma():
-        raise NotImplementedError(
-            f"{op}: axis_index_groups needs jax.shard_map(..., check_vma=False), since results of "
-            "different groups differ"
+    def reduce(leaf: Any) -> Any:
+        return reductions.reduce(
+            reduction,
+            leaf,
+            axes,
+            axis_index_groups=groups,
+            implementation=implementation,
+            config=resolved,
         )
+
+    return jax.tree.map(reduce, x) if axes else x

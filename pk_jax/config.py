@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pk_jax import _compat
+from pk_jax._tuning import cost_model
 
 MECHANISMS = ("copy_engine", "tma", "register")
 SCHEDULES = ("sequential", "intra_sm", "inter_sm")
@@ -99,10 +100,21 @@ _SMS = f"an int from 1 to {MAX_BLOCKS}"
 _DEFAULTS = Config()
 _FIELDS = tuple(field.name for field in dataclasses.fields(Config))
 
-# The knobs each op honours. An op that is not here has none yet. `deterministic` is a bound on
-# what an op may do, so every op honours it and it needs no row.
-_KNOBS = {"all_gather": ("mechanism", "num_comm_sms")}
-_CHOICES = {"mechanism": MECHANISMS, "schedule": SCHEDULES, "num_comm_sms": _SMS}
+# The knobs each op honours, and their values. An op that is not here has none yet.
+# `deterministic` is a bound on what an op may do, so every op honours it and it needs no row.
+_KNOBS: dict[str, dict[str, Any]] = {
+    op: {"mechanism": cost_model.MECHANISMS[model], "num_comm_sms": _SMS}
+    for op, model in {
+        "all_gather": "all_gather",
+        "all_to_all": "all_to_all",
+        "ppermute": "ppermute",
+        "psum": "psum",
+        "pmax": "psum",
+        "pmin": "psum",
+        "pmean": "psum",
+        "psum_scatter": "psum_scatter",
+    }.items()
+}
 
 
 @contextlib.contextmanager
@@ -132,18 +144,18 @@ def resolve(op: str, config: Config | None) -> Config:
     The flags of a given config hold as they are, since False is not a gap.
 
     Raises:
-        ValueError: the given config sets a knob that the op does not have.
+        ValueError: the given config sets a knob that the op does not have, or to a value that it
+            does not have.
     """
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"{op}: config must be a pk_jax.Config or None, got {config!r}")
     given = _set_fields(config or _DEFAULTS)
-    knobs = _KNOBS.get(op, ())
-    for name in given:
-        if name not in (*knobs, "deterministic"):
-            raise ValueError(f"{op} cannot honour config.{name}={given[name]!r}: {_knobs_of(op)}")
+    for name, value in given.items():
+        if name != "deterministic" and not _honours(op, name, value):
+            raise ValueError(f"{op} cannot honour config.{name}={value!r}: {_knobs_of(op)}")
     defaults = _set_fields(_compat.config_state.value or _DEFAULTS)
-    merged = {name: value for name, value in (defaults | given).items() if name in knobs}
-    return Config(**merged)
+    merged = (defaults | given).items()
+    return Config(**{name: value for name, value in merged if _honours(op, name, value)})
 
 
 def check_implementation(op: str, implementation: str | None) -> None:
@@ -156,8 +168,13 @@ def _set_fields(config: Config) -> dict[str, Any]:
     return {name: v for name, v in values.items() if v != getattr(_DEFAULTS, name)}
 
 
+def _honours(op: str, name: str, value: Any) -> bool:
+    choices = _KNOBS.get(op, {}).get(name, ())
+    return value in choices if isinstance(choices, tuple) else True
+
+
 def _knobs_of(op: str) -> str:
-    knobs = _KNOBS.get(op, ())
+    knobs = _KNOBS.get(op)
     if not knobs:
         return "it has no knobs yet (it runs through jax.lax)"
-    return "its knobs are " + ", ".join(f"{name} ({_CHOICES[name]})" for name in knobs)
+    return "its knobs are " + ", ".join(f"{name} ({choices})" for name, choices in knobs.items())

@@ -6,6 +6,7 @@ them fails instead of being skipped.
 """
 
 import os
+import re
 
 REQUIRED_GPUS = int(os.environ.get("PK_JAX_REQUIRE_GPUS", "0"))
 
@@ -26,6 +27,8 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
+
+from pk_jax import _selection  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -91,3 +94,63 @@ def per_rank():
         return jax.jit(mapped)(x)
 
     return run
+
+
+@pytest.fixture
+def can_run(monkeypatch):
+    """The selection as on a machine where the kernels run."""
+
+    def decide(op, dtype, groups, devices, auto_axes):
+        reason = _selection.why_not_dtype(dtype, op) or _selection.why_not_sizes(groups)
+        if op in _selection.CUDA_OPS and reason is None:
+            return _selection.Decision("cuda")
+        return _selection.Decision("reference", reason or "no kernels")
+
+    monkeypatch.setattr(_selection, "decide", decide)
+
+
+@pytest.fixture
+def lowered():
+    """The text of the module that XLA would get for `fn(*args)` on a platform."""
+
+    def lower(fn, *args, platform="cuda"):
+        return jax.jit(fn).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+
+    return lower
+
+
+@pytest.fixture
+def calls():
+    """The custom calls of pk_jax in a module's text, as their attributes' Python values.
+
+    With `target`, the attributes of that op's calls; without, those of all calls, with the op and
+    the result types besides.
+    """
+
+    def read(text, target=None):
+        found = []
+        for line in text.splitlines():
+            name = re.search(r"@pk_jax_(\w+)\(", line)
+            if name is None or target not in (None, name[1]):
+                continue
+            attributes = {}
+            body = re.search(r"backend_config = \{(.*?)\}", line)[1]
+            for key, value in re.findall(r"(\w+) = (dense<.*?>|\"\w+\"|-?\d+)", body):
+                if value.startswith("dense"):
+                    attributes[key] = _dense(value, line, key)
+                else:
+                    attributes[key] = value.strip('"') if value[0] == '"' else int(value)
+            if target is None:
+                types = re.findall(r"tensor<([^<>]*)>", line.rsplit("->", 1)[1])
+                attributes |= {"op": name[1], "results": types}
+            found.append(attributes)
+        return found
+
+    return read
+
+
+def _dense(value, line, key):
+    """The numbers of a dense attribute; one that repeats is written once."""
+    numbers = [int(i) for i in re.findall(r"-?\d+", value.split(">")[0])]
+    count = int(re.search(rf"\b{key} = dense<[^>]*> : tensor<(\d+)xi64>", line)[1])
+    return numbers * (count // len(numbers))

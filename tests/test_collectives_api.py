@@ -29,6 +29,7 @@ OPS = {
     ),
 }
 every_op = pytest.mark.parametrize("op", OPS)
+with_kernels = pytest.mark.parametrize("op", sorted(set(OPS) & set(_selection.CUDA_OPS)))
 with_groups = pytest.mark.parametrize("op", sorted(set(OPS) - {"ppermute"}))
 
 
@@ -233,7 +234,8 @@ def test_psum_scatter_over_axes_of_different_states(mesh_of):
         ([(0, 1, 1)], TypeError, "list of .source, destination. pairs"),
         ([(0, "1")], TypeError, "list of .source, destination. pairs"),
         ([(0, 2)], ValueError, r"names ranks \[2\]; axis \('a',\) has 0\.\.1"),
-        ([(-1, 0)], ValueError, r"names ranks \[-1\]"),
+        ([(-3, 0)], ValueError, r"names ranks \[-3\]"),
+        ([(-1, 0), (1, 1)], ValueError, "names a source twice"),
         ([(0, 1), (0, 0)], ValueError, "names a source twice"),
         ([(0, 1), (1, 1)], ValueError, "names a destination twice"),
     ],
@@ -254,26 +256,50 @@ def test_implementation_of_a_wrong_name(op, traced):
         traced(lambda x: OPS[op](x, "a", implementation="nccl"))
 
 
-@pytest.mark.parametrize("op", sorted(set(OPS) - {"all_gather"}))
-def test_cuda_of_an_op_without_kernels(op, traced):
-    with pytest.raises(NotImplementedError, match=f"{op} has no CUDA implementation yet"):
-        traced(lambda x: OPS[op](x, "a", implementation="cuda"))
+def test_ranks_counted_from_the_end(mesh_of, per_rank):
+    x = jnp.arange(8.0).reshape(4, 2)
+    for module in (pk, lax):
+        got = per_rank(mesh_of(x=4), lambda p, m=module: m.ppermute(p, "x", [(-1, 1), (0, -2)]), x)
+        np.testing.assert_array_equal(got, [[0, 0], x[3], x[0], [0, 0]])
 
 
-def test_cuda_on_the_cpu(mesh_of, per_rank):
-    with pytest.raises(NotImplementedError, match="'cpu', and its kernels need CUDA devices"):
-        per_rank(
-            mesh_of(x=2), lambda x: pk.all_gather(x, "x", implementation="cuda"), jnp.zeros((2, 3))
-        )
+@with_kernels
+def test_cuda_on_the_cpu(op, mesh_of, per_rank):
+    with pytest.raises(NotImplementedError, match=r"^p?\w+ is .*'cpu', and its kernels need CUDA"):
+        per_rank(mesh_of(x=2), lambda x: OPS[op](x, "x", implementation="cuda"), jnp.zeros((2, 2)))
 
 
-@pytest.mark.parametrize("shape", [(2, 0), (2, 3)])
-def test_cuda_where_nothing_moves(shape, mesh_of, per_rank):
+@with_kernels
+@pytest.mark.parametrize("shape", [(2, 0), (1, 3)])
+def test_cuda_where_nothing_moves(op, shape, mesh_of, per_rank):
     # No elements, or one rank: there is nothing to run on CUDA, so nothing to refuse.
     size = 2 if 0 in shape else 1
     x = jnp.ones((size, *shape))
-    got = per_rank(mesh_of(x=size), lambda x: pk.all_gather(x, "x", implementation="cuda"), x)
-    assert got.shape == (size, size, *shape)
+
+    def run(**kwargs):
+        if op == "ppermute":
+            return per_rank(mesh_of(x=size), lambda x: pk.ppermute(x, "x", [(0, 0)], **kwargs), x)
+        return per_rank(mesh_of(x=size), lambda x: OPS[op](x, "x", **kwargs), x)
+
+    np.testing.assert_array_equal(run(implementation="cuda"), run(implementation="reference"))
+
+
+def test_nothing_arrives_at_a_rank_alone(mesh_of, per_rank):
+    got = per_rank(mesh_of(x=1), lambda x: pk.ppermute(x, "x", []), jnp.ones((1, 3)))
+    np.testing.assert_array_equal(got, np.zeros((1, 3)))
+
+
+@pytest.mark.parametrize("tiled, must", [(True, "be divisible by"), (False, "equal")])
+def test_all_to_all_of_a_wrong_size(tiled, must, traced):
+    text = rf"split_axis=0 of shape \(3,\) has size 3, which must {must} the 2 ranks of axis \('a',"
+    with pytest.raises(ValueError, match=text):
+        traced(lambda x: pk.all_to_all(x[:3], "a", 0, 0, tiled=tiled))
+
+
+def test_ppermute_goes_over_names(traced):
+    traced(lambda x: pk.ppermute(x, ["a"], [(0, 1)]))
+    with pytest.raises(TypeError, match="ppermute: axis_name must be the name of a mesh axis"):
+        traced(lambda x: pk.ppermute(x, 0, [(0, 1)]))
 
 
 def test_the_reason_is_logged_once(mesh_of, per_rank, caplog, monkeypatch):

@@ -121,11 +121,39 @@ def test_copy_engine_with_sms():
 
 def test_an_op_without_knobs():
     config = pk.Config(mechanism="tma")
-    with pytest.raises(ValueError, match=r"psum cannot honour .*mechanism='tma': it has no knobs"):
-        config_module.resolve("psum", config)
+    with pytest.raises(ValueError, match=r"matmul cannot honour .*mechanism='tma': it has no kno"):
+        config_module.resolve("matmul", config)
     with pk.use_config(mechanism="tma"):
-        assert config_module.resolve("psum", None) == pk.Config()
-    assert config_module.resolve("psum", pk.Config(deterministic=False)) == pk.Config()
+        assert config_module.resolve("matmul", None) == pk.Config()
+    assert config_module.resolve("matmul", pk.Config(deterministic=False)) == pk.Config()
+
+
+MECHANISMS_OF = {
+    "all_gather": {"copy_engine", "tma", "register"},
+    "all_to_all": {"tma", "register"},
+    "ppermute": {"tma", "register"},
+    "psum": {"register"},
+    "pmax": {"register"},
+    "pmin": {"register"},
+    "pmean": {"register"},
+    "psum_scatter": {"register"},
+}
+
+
+@pytest.mark.parametrize("mechanism", config_module.MECHANISMS)
+@pytest.mark.parametrize("op", MECHANISMS_OF)
+def test_mechanisms_of_each_op(op, mechanism):
+    config = pk.Config(mechanism=mechanism, num_comm_sms=7)
+    if mechanism in MECHANISMS_OF[op]:
+        assert config_module.resolve(op, config) == config
+        return
+    with pytest.raises(ValueError) as error:
+        config_module.resolve(op, config)
+    assert f"{op} cannot honour config.mechanism={mechanism!r}: its knobs are" in str(error.value)
+    assert "'register'" in str(error.value) and "num_comm_sms (an int from 1" in str(error.value)
+    with pk.use_config(mechanism=mechanism):
+        # A default that the op has no use for is none for it.
+        assert config_module.resolve(op, None) == pk.Config()
 
 
 @pytest.mark.parametrize("config", ["tma", {"mechanism": "tma"}, 3])

@@ -171,6 +171,33 @@ def test_dtypes_smaller_than_a_byte(dtype):
     assert f"dtype {dtype} is smaller than a byte" in _selection.why_not_dtype(jnp.dtype(dtype))
 
 
+REDUCED = {  # dtype -> the ops that take it
+    "float32": {"psum", "psum_scatter", "pmax", "pmin", "pmean"},
+    "bfloat16": {"psum", "psum_scatter", "pmax", "pmin", "pmean"},
+    "uint8": {"psum", "psum_scatter", "pmax", "pmin", "pmean"},
+    "int64": {"psum", "psum_scatter", "pmax", "pmin", "pmean"},
+    "complex64": {"psum", "psum_scatter", "pmean"},
+    "bool": {"pmax", "pmin"},
+    "float8_e4m3fn": set(),
+    "int4": set(),
+}
+
+
+@pytest.mark.parametrize("dtype", REDUCED)
+@pytest.mark.parametrize("op", ["psum", "psum_scatter", "pmax", "pmin", "pmean"])
+def test_dtypes_that_are_reduced(op, dtype):
+    reason = _selection.why_not_dtype(jnp.dtype(dtype), op)
+    assert (reason is None) == (op in REDUCED[dtype])
+    assert reason is None or f"dtype {dtype}" in reason
+
+
+def test_groups_of_different_sizes():
+    assert _selection.why_not_sizes([[0, 1], [2, 3]]) is None
+    assert "different sizes [1, 3]" in _selection.why_not_sizes([[2], [0, 1, 3]])
+    decision = _selection.decide("psum", jnp.dtype("float32"), [[2], [0, 1, 3]], None)
+    assert decision.path == "reference" and "groups of one size" in decision.reason
+
+
 def test_extended_dtypes():
     assert "extended dtype" in _selection.why_not_dtype(jax.random.key(0).dtype)
 
@@ -183,7 +210,7 @@ def test_paths_on_the_cpu():
     assert [row.op for row in rows] == list(_selection.OPS)
     for op, path, reason in rows:
         assert path == "reference" and reason.startswith(op)
-        assert ("'cpu'" if op == "all_gather" else "no CUDA implementation") in reason
+        assert ("'cpu'" if op in _selection.CUDA_OPS else "no CUDA implementation") in reason
 
 
 def test_log_once(caplog, monkeypatch):

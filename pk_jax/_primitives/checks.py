@@ -7,25 +7,30 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from pk_jax import _compat
 
 
-def check_axes(op: str, axis_name: Any, *, like_reduction: bool = False) -> tuple[Any, ...]:
+def check_axes(
+    op: str, axis_name: Any, *, like_reduction: bool = False, positions: bool | None = None
+) -> tuple[Any, ...]:
     """axis_name as a tuple of axes that are bound here.
 
     Args:
         op: name of the op, for messages.
         axis_name: a name or a tuple of names.
-        like_reduction: also take a list and, beside names, positions of array axes (ints), as
-            lax's reductions do.
+        like_reduction: also take a list, as lax's reductions do.
+        positions: also take positions of array axes (ints); by default if like_reduction.
     """
+    if positions is None:
+        positions = like_reduction
     if like_reduction and isinstance(axis_name, list):
         axis_name = tuple(axis_name)
     axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     for name in axes:
         if isinstance(name, int):
-            if like_reduction:
+            if positions:
                 continue
             raise TypeError(f"{op}: axis_name must be the name of a mesh axis, got the int {name}")
         if not isinstance(name, Hashable) or name is None:
@@ -68,8 +73,20 @@ def check_groups(
     return groups
 
 
-def check_permutation(op: str, perm: Any, axis_name: tuple[Any, ...]) -> list[tuple[int, int]]:
-    """Pairs (source, destination) of ranks of the axis."""
+def check_typed_groups(op: str, x: Any, groups: Any) -> None:
+    """Raises if the sums of different groups would have to be typed as equal on all ranks."""
+    traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(x))
+    if groups is not None and traced and _compat.check_vma():
+        raise NotImplementedError(
+            f"{op}: axis_index_groups needs jax.shard_map(..., check_vma=False), since results of "
+            "different groups differ"
+        )
+
+
+def check_permutation(
+    op: str, perm: Any, axis_name: tuple[Any, ...]
+) -> tuple[tuple[int, int], ...]:
+    """Pairs (source, destination) of ranks of the axis; negative ones count from its end."""
     what = f"{op}: perm={perm!r}"
     try:
         if not isinstance(perm, (list, tuple)):
@@ -77,15 +94,36 @@ def check_permutation(op: str, perm: Any, axis_name: tuple[Any, ...]) -> list[tu
         pairs = [(operator.index(source), operator.index(to)) for source, to in perm]
     except (TypeError, ValueError):
         raise TypeError(f"{what} must be a list of (source, destination) pairs of ints") from None
-    size = bound_size([name for name in axis_name if not isinstance(name, int)])
-    outside = [rank for pair in pairs for rank in pair if not 0 <= rank < size]
+    size = bound_size(axis_name)
+    outside = [rank for pair in pairs for rank in pair if not -size <= rank < size]
     if outside:
         raise ValueError(f"{what} names ranks {outside}; axis {axis_name} has 0..{size - 1}")
+    pairs = [(source % size, to % size) for source, to in pairs]
     for side, word in enumerate(("source", "destination")):
         ranks = [pair[side] for pair in pairs]
         if len(set(ranks)) != len(ranks):
             raise ValueError(f"{what} names a {word} twice: sources and destinations are unique")
-    return pairs
+    return tuple(pairs)
+
+
+def check_parts(
+    op: str,
+    name: str,
+    shape: tuple[int, ...],
+    dimension: int,
+    num_parts: int,
+    axis_name: tuple[Any, ...],
+    tiled: bool,
+) -> None:
+    """Raises unless the dimension can be cut in a part for each rank."""
+    length = shape[dimension]
+    if length % num_parts if tiled else length != num_parts:
+        must = "must be divisible by" if tiled else "must equal"
+        remedy = "pad it" if tiled else "reshape it, or pass tiled=True to keep the dimension"
+        raise ValueError(
+            f"{op}: {name}={dimension} of shape {shape} has size {length}, which {must} the "
+            f"{num_parts} ranks of axis {axis_name}; {remedy}"
+        )
 
 
 def check_dimension(op: str, name: str, value: Any, ndim: int) -> int:

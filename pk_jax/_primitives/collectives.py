@@ -5,22 +5,20 @@ same meaning. What is ours is the lowering. Both are pure, data in and data out,
 may drop, merge and replay them: all ranks run one program and do so alike.
 """
 
-import dataclasses
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
-from pk_jax import _compat, _selection
+from pk_jax import _compat
 from pk_jax._primitives import checks
-from pk_jax._primitives.rules import Rules, define, next_channel, of_transpose
+from pk_jax._primitives.rules import Rules, choose, define, emit, of_transpose, possible
 from pk_jax._reference import collectives as reference
-from pk_jax._tuning import cost_model, hardware
+from pk_jax._tuning import cost_model
 from pk_jax.config import Config, resolve
 
 all_gather_p = Primitive("pk_all_gather")
@@ -53,8 +51,7 @@ def all_gather(
         to: as in lax.
         implementation: as in the public function.
         config: the resolved Config.
-        strict: config.mechanism was asked for in the call: if it cannot move x that is an error,
-            where a mechanism that is only a default gives way.
+        strict: config.mechanism was asked for in the call, so that it must be able to move x.
     """
     size = checks.bound_size(axis_name, axis_index_groups)
     if not _compat.check_vma():
@@ -63,6 +60,8 @@ def all_gather(
         to = "varying"
     if to != "reduced":
         x = _compat.vary_over(axis_name, x)
+    dtype = jnp.result_type(x)
+    work = _all_gather_work(jnp.shape(x), dtype, axis, size)
     return all_gather_p.bind(
         x,
         axis_name=axis_name,
@@ -72,7 +71,7 @@ def all_gather(
         tiled=tiled,
         to=to,
         implementation=implementation,
-        config=_possible(config, jnp.shape(x), jnp.result_type(x), axis, size, strict),
+        config=possible(config, work, dtype, strict),
     )
 
 
@@ -109,6 +108,8 @@ def _all_gather_transpose(cotangent: Any, x: Any, **params: Any) -> Any:
             axis_index_groups=params["axis_index_groups"],
             tiled=params["tiled"],
             implementation=of_transpose(params),
+            # What holds where the transpose is taken: the config given speaks of the op itself.
+            config=resolve("psum_scatter", None),
         ),
     )
 
@@ -139,69 +140,28 @@ def _all_gather_reference(x: Any, **params: Any) -> Any:
     )
 
 
-def _all_gather_cuda(ctx: Any, x: Any, groups: list[list[int]], **params: Any) -> Any:
+def _all_gather_cuda(ctx: Any, x: Any, *, groups: list[list[int]], **params: Any) -> Any:
     """Emits the custom call: x seen as [outer, inner], the result as [outer, ranks, inner]."""
     (aval,) = ctx.avals_in
-    devices = _compat.mesh_devices(ctx)
-    choice = _choose(
-        params["config"],
-        aval.shape,
-        aval.dtype,
-        params["all_gather_dimension"],
-        params["axis_size"],
-        devices[0].device_kind if devices else None,
-    )
-    logical_ids = np.array(groups, np.int64).ravel()
-    if devices:
-        global_ids = np.array([device.id for device in devices], np.int64)[logical_ids]
-    else:
-        global_ids = logical_ids
-    emit = jax.ffi.ffi_lowering("pk_jax_all_gather")
+    axis = params["all_gather_dimension"]
+    work = _all_gather_work(aval.shape, aval.dtype, axis, params["axis_size"])
     return emit(
         ctx,
-        x,
-        groups=logical_ids,
-        devices=global_ids,
-        group_size=np.int64(params["axis_size"]),
-        channel=np.int64(next_channel(ctx, groups)),
-        outer=np.int64(math.prod(aval.shape[: params["all_gather_dimension"]])),
-        mechanism=choice.mechanism,
-        protocol=choice.protocol,
-        num_blocks=np.int64(choice.num_blocks),
+        "all_gather",
+        [x],
+        groups,
+        choose(ctx, work, params["config"]),
+        outer=np.int64(math.prod(aval.shape[:axis])),
     )
 
 
-def _choose(
-    config: Config,
-    shape: tuple[int, ...],
-    dtype: Any,
-    axis: int,
-    num_ranks: int,
-    device_kind: str | None = None,
-) -> cost_model.Choice:
-    return cost_model.choose_all_gather(
-        hardware.lookup(device_kind),
-        bytes_per_rank=math.prod(shape) * dtype.itemsize,
-        num_ranks=num_ranks,
-        inner_bytes=math.prod(shape[axis:]) * dtype.itemsize,
-        mechanism=config.mechanism,
-        num_blocks=config.num_comm_sms,
+def _all_gather_work(
+    shape: tuple[int, ...], dtype: Any, axis: int, num_ranks: int
+) -> cost_model.Work:
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return cost_model.Work(
+        "all_gather", num_bytes, num_ranks, inner_bytes=math.prod(shape[axis:]) * dtype.itemsize
     )
-
-
-def _possible(
-    config: Config, shape: tuple[int, ...], dtype: Any, axis: int, num_ranks: int, strict: bool
-) -> Config:
-    """config, without its mechanism if that cannot move the operand and was only a default."""
-    if config.mechanism is None or _selection.why_not_dtype(dtype) is not None:
-        return config
-    try:
-        _choose(config, shape, dtype, axis, num_ranks)
-    except ValueError:
-        if strict:
-            raise
-        return dataclasses.replace(config, mechanism=None)
-    return config
 
 
 # psum_scatter
@@ -215,8 +175,12 @@ def psum_scatter(
     axis_index_groups: tuple[tuple[int, ...], ...] | None,
     tiled: bool,
     implementation: str | None,
+    config: Config,
 ) -> Any:
     """Binds pk_psum_scatter to one array; the arguments are checked."""
+    axis_name = _compat.without_size_one_axes(axis_name)
+    if not axis_name:
+        return x
     if _compat.state_over(x, axis_name, "psum_scatter") == "unreduced":
         return lax.psum_scatter(
             x,
@@ -233,11 +197,16 @@ def psum_scatter(
         scatter_dimension=scatter_dimension,
         tiled=tiled,
         implementation=implementation,
+        config=config,
     )
 
 
-def _psum_scatter_abstract_eval(x: Any, *, implementation: Any, **lax_params: Any) -> Any:
-    return _compat.reduce_scatter_p.abstract_eval(x, **lax_params)
+def _psum_scatter_as_lax(params: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in params.items() if k not in ("implementation", "config")}
+
+
+def _psum_scatter_abstract_eval(x: Any, **params: Any) -> Any:
+    return _compat.reduce_scatter_p.abstract_eval(x, **_psum_scatter_as_lax(params))
 
 
 def _psum_scatter_transpose(cotangent: Any, x: Any, **params: Any) -> Any:
@@ -250,7 +219,6 @@ def _psum_scatter_transpose(cotangent: Any, x: Any, **params: Any) -> Any:
             tiled=params["tiled"],
             to="varying",
             implementation=of_transpose(params),
-            # What holds where the transpose is taken: psum_scatter has no config to pass on.
             config=resolve("all_gather", None),
         ),
     )
@@ -259,9 +227,8 @@ def _psum_scatter_transpose(cotangent: Any, x: Any, **params: Any) -> Any:
 def _psum_scatter_batch(axis_data: Any, operands: Any, dims: Any, **params: Any) -> Any:
     (x,), (d,) = operands, dims
     if axis_data.name in params["axis_name"]:
-        lax_params = {k: v for k, v in params.items() if k != "implementation"}
         rule = batching.fancy_primitive_batchers[_compat.reduce_scatter_p]
-        return rule(axis_data, operands, dims, **lax_params)
+        return rule(axis_data, operands, dims, **_psum_scatter_as_lax(params))
     if d is not None:
         axis = params["scatter_dimension"]
         if d <= axis:
@@ -278,6 +245,25 @@ def _psum_scatter_reference(x: Any, **params: Any) -> Any:
         scatter_dimension=params["scatter_dimension"],
         axis_index_groups=params["axis_index_groups"],
         tiled=params["tiled"],
+    )
+
+
+def _psum_scatter_cuda(ctx: Any, x: Any, *, groups: list[list[int]], **params: Any) -> Any:
+    """Emits the custom call: x seen as [outer, ranks, inner], the result as [outer, inner]."""
+    (aval,) = ctx.avals_in
+    dimension, size = params["scatter_dimension"], params["axis_size"]
+    itemsize = aval.dtype.itemsize
+    inner = math.prod(aval.shape[dimension:]) // size
+    num_bytes = math.prod(aval.shape) * itemsize
+    work = cost_model.Work("psum_scatter", num_bytes, size, inner * itemsize)
+    return emit(
+        ctx,
+        "psum_scatter",
+        [x],
+        groups,
+        choose(ctx, work, params["config"]),
+        outer=np.int64(math.prod(aval.shape[:dimension])),
+        reduction="sum",
     )
 
 
@@ -300,5 +286,6 @@ define(
         transpose=_psum_scatter_transpose,
         batch=_psum_scatter_batch,
         reference=_psum_scatter_reference,
+        emit_cuda=_psum_scatter_cuda,
     ),
 )

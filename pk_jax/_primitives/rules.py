@@ -1,29 +1,48 @@
-"""What all primitives of pk_jax have in common: how one is defined, lowered and numbered."""
+"""What all primitives of pk_jax have in common: how one is defined, lowered, numbered, emitted."""
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from pk_jax import _compat, _selection
+from pk_jax._tuning import cost_model, hardware
+from pk_jax.config import Config
 
 # Call sites of a module take turns on this many channels of a communicator.
 NUM_CHANNELS = 16
 
 
 class Rules(NamedTuple):
-    """What the registration of a primitive needs to know of its op."""
+    """What the registration of a primitive needs to know of its op.
+
+    Attributes:
+        op: its name.
+        abstract_eval: type of the result, with effects.
+        batch: the rule of `jax.vmap`, also for a mapped axis among those of the op.
+        reference: the op in jax.lax, of one rank's operands.
+        emit_cuda: (ctx, operands, groups, parameters) -> results of the custom call.
+        transpose: of a primitive that is linear in its one operand; None if it has no derivative.
+        alone: (operand, shape of the result, parameters) -> result in a group of one rank.
+        across_hosts: the op over axes of which some stay inside a host; None if it is not composed.
+    """
 
     op: str
     abstract_eval: Callable[..., Any]
-    transpose: Callable[..., Any]
     batch: Callable[..., Any]
     reference: Callable[..., Any]
     emit_cuda: Callable[..., Any] | None = None
+    transpose: Callable[..., Any] | None = None
+    alone: Callable[..., Any] = lambda x, shape, **_: lax.reshape(x, shape)
+    across_hosts: Callable[..., Any] | None = None
 
 
 def of_transpose(params: dict[str, Any]) -> str | None:
@@ -31,21 +50,28 @@ def of_transpose(params: dict[str, Any]) -> str | None:
     return "reference" if params["implementation"] == "reference" else None
 
 
-def _lower(ctx: Any, x: Any, *, rules: Rules, **params: Any) -> Any:
+def axes_of(params: dict[str, Any]) -> tuple[Any, ...]:
+    """The axes of a primitive; reductions have them under another name, as in lax."""
+    return params["axes"] if "axes" in params else params["axis_name"]
+
+
+def _lower(ctx: Any, *operands: Any, rules: Rules, **params: Any) -> Any:
     (out,) = ctx.avals_out
-    if params["axis_size"] == 1 or 0 in out.shape:
-        # A group of one, or no elements: nothing moves.
-        return mlir.lower_fun(lambda x: lax.reshape(x, out.shape), multiple_results=False)(ctx, x)
+    axes, index_groups = axes_of(params), params.get("axis_index_groups")
+    groups = _compat.rank_groups(ctx, axes, index_groups)
+    if 0 in out.shape or all(len(group) == 1 for group in groups):
+        # No elements, or groups of one: nothing moves.
+        alone = functools.partial(rules.alone, shape=out.shape)
+        return mlir.lower_fun(alone, multiple_results=False)(ctx, *operands, **params)
     if params["implementation"] != "reference":
         platforms = ctx.module_context.platforms
         if tuple(platforms) == ("cuda",):
-            groups = _compat.rank_groups(ctx, params["axis_name"], params["axis_index_groups"])
             devices = _compat.mesh_devices(ctx)
             dtype = ctx.avals_in[0].dtype
             auto = _compat.auto_axes(ctx)
             decision = _selection.decide(rules.op, dtype, groups, devices, auto)
             if decision.path == "cuda" and rules.emit_cuda is not None:
-                return rules.emit_cuda(ctx, x, groups, **params)
+                return rules.emit_cuda(ctx, *operands, groups=groups, **params)
         else:
             decision = _selection.Decision(
                 "reference", _selection.why_platform(rules.op, *platforms)
@@ -54,7 +80,78 @@ def _lower(ctx: Any, x: Any, *, rules: Rules, **params: Any) -> Any:
             named = "" if decision.reason.startswith(rules.op) else f"{rules.op}: "
             raise NotImplementedError(named + decision.reason)
         _selection.log_once(rules.op, decision)
-    return mlir.lower_fun(rules.reference, multiple_results=False)(ctx, x, **params)
+    return mlir.lower_fun(rules.reference, multiple_results=False)(ctx, *operands, **params)
+
+
+def choose(ctx: Any, work: cost_model.Work, config: Config) -> cost_model.Choice:
+    """How the call being lowered is to run, by the numbers of its devices and the knobs."""
+    devices = _compat.mesh_devices(ctx)
+    record = hardware.lookup(devices[0].device_kind if devices else None)
+    return cost_model.choose(record, work, config.mechanism, config.num_comm_sms)
+
+
+def possible(config: Config, work: cost_model.Work, dtype: Any, strict: bool) -> Config:
+    """config, without its mechanism if that cannot move the operand and was only a default.
+
+    Args:
+        config: the resolved Config.
+        work: the call.
+        dtype: the operand's.
+        strict: the mechanism was asked for in the call: if it cannot move the operand that is an
+            error, where a mechanism that is only a default gives way.
+    """
+    if config.mechanism is None or _selection.why_not_dtype(dtype) is not None:
+        return config
+    try:
+        cost_model.choose(hardware.lookup(), work, config.mechanism)
+    except ValueError:
+        if strict:
+            raise
+        return dataclasses.replace(config, mechanism=None)
+    return config
+
+
+def emit(
+    ctx: Any,
+    op: str,
+    operands: Sequence[Any],
+    groups: Sequence[Sequence[int]],
+    choice: cost_model.Choice,
+    **attributes: Any,
+) -> list[Any]:
+    """Emits the custom call of an op.
+
+    Args:
+        ctx: the lowering context; its results are those of the call.
+        op: what the call's target is named after.
+        operands: the operands.
+        groups: logical ids of the ranks of each group.
+        choice: how it is to run. Its scratch is one more result of the call, which is dropped:
+            so XLA plans that memory with the rest of the program's.
+        attributes: those of this op alone.
+    """
+    devices = _compat.mesh_devices(ctx)
+    logical_ids = np.array(groups, np.int64).ravel()
+    if devices:
+        global_ids = np.array([device.id for device in devices], np.int64)[logical_ids]
+    else:
+        global_ids = logical_ids
+    avals_out = list(ctx.avals_out)
+    if choice.scratch_bytes:
+        avals_out.append(ShapedArray((choice.scratch_bytes,), np.dtype(np.uint8)))
+    results = jax.ffi.ffi_lowering(f"pk_jax_{op}")(
+        ctx.replace(avals_out=avals_out),
+        *operands,
+        groups=logical_ids,
+        devices=global_ids,
+        group_size=np.int64(len(groups[0])),
+        channel=np.int64(next_channel(ctx, groups)),
+        mechanism=choice.mechanism,
+        protocol=choice.protocol,
+        num_blocks=np.int64(choice.num_blocks),
+        **attributes,
+    )
+    return list(results)[: len(ctx.avals_out)]
 
 
 # For each module being built: members of a group -> channels given to its call sites. Lowering
@@ -62,7 +159,7 @@ def _lower(ctx: Any, x: Any, *, rules: Rules, **params: Any) -> Any:
 # on its number without talking. The counter goes by call site, not by call: a site inside scan, or
 # in a function that is called twice, keeps its channel, and its calls follow each other on the
 # stream. Groups count apart, so that the axes of a mesh do not use up each other's channels; sites
-# that share a group have different numbers.
+# that share a group have different numbers, whatever their ops.
 _channels: weakref.WeakKeyDictionary[Any, dict[frozenset[int], int]] = weakref.WeakKeyDictionary()
 
 
@@ -81,9 +178,13 @@ def next_channel(ctx: Any, groups: Sequence[Sequence[int]]) -> int:
 
 
 def define(primitive: Primitive, rules: Rules) -> None:
-    """Registers with JAX everything it asks of a primitive that is linear in one operand."""
+    """Registers with JAX what it asks of a primitive with one result.
+
+    One without a transpose gets no derivative: JAX then raises, or whoever defines it adds rules.
+    """
     primitive.def_effectful_abstract_eval(rules.abstract_eval)
-    ad.deflinear2(primitive, rules.transpose)
+    if rules.transpose is not None:
+        ad.deflinear2(primitive, rules.transpose)
     batching.fancy_primitive_batchers[primitive] = rules.batch
     # Not cacheable: JAX would lower equal equations once and call the result, and then two call
     # sites would share a channel. One rule for all platforms, which looks at the platform itself:

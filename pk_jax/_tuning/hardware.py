@@ -31,9 +31,11 @@ class Hardware:
         loaded_store_bandwidth: the same beside a chip-filling GEMM.
         copy_engine_bandwidth: bytes per second by bytes of one copy, idle chip.
         loaded_copy_engine_bandwidth: the same beside a chip-filling GEMM.
-        ll_max_bytes: the most operand bytes a rank may send by the ll protocol, whose mailboxes
-            have a fixed size.
+        ll_min_bytes: what a rank may send to one peer by the ll protocol, whose mailboxes have a
+            fixed size, in a group of any size.
+        ll_shared_bytes: what the peers of a small group share of the mailboxes' room.
         ll_bandwidth: bytes of payload per second by the ll protocol (half of the words is epoch).
+        reduce_bandwidth: the fastest SMs have moved bytes to a peer that sums them.
         tma_alignment: bulk copies move multiples of this many bytes.
         tma_full_rate_bytes: the shortest bulk copies that reach the rate of long ones.
         block_overhead: seconds that a further block adds to a call (its launch and its flag).
@@ -52,13 +54,19 @@ class Hardware:
     loaded_store_bandwidth: dict[str, Curve]
     copy_engine_bandwidth: Curve
     loaded_copy_engine_bandwidth: Curve
-    ll_max_bytes: int
+    ll_min_bytes: int
+    ll_shared_bytes: int
     ll_bandwidth: float
+    reduce_bandwidth: float
     tma_alignment: int
     tma_full_rate_bytes: int
     block_overhead: float
     copy_overhead: float
     copy_setup: float
+
+    def ll_max_bytes(self, num_ranks: int) -> int:
+        """The most bytes that a rank of a group may send to one peer by the ll protocol."""
+        return max(self.ll_min_bytes, self.ll_shared_bytes // num_ranks)
 
 
 H200 = Hardware(
@@ -105,8 +113,10 @@ H200 = Hardware(
         (8 * MIB, 155e9),
         (128 * MIB, 192e9),
     ),
-    ll_max_bytes=128 * KIB,
+    ll_min_bytes=128 * KIB,
+    ll_shared_bytes=MIB,
     ll_bandwidth=175e9,
+    reduce_bandwidth=350e9,
     tma_alignment=16,
     tma_full_rate_bytes=2 * KIB,
     block_overhead=10e-9,
@@ -119,9 +129,10 @@ Stores: all_gather of 256 MiB a rank itself (1 MiB up to 8 blocks), both GPUs se
 tma point is an eighth of the eight-block one. Copies: one direction, idle chip. Flags: half of a
 2.44 us round trip by st.release.sys and ld.acquire.sys. Launch: an empty kernel with the
 command-buffer trait in a chain of 60. Loaded: both GPUs run a bf16 GEMM that fills the chip.
-ll_bandwidth is half of the register rate. hbm_bandwidth is the data sheet's. copy_overhead and
-copy_setup are fitted to all_gather by copy engine at 2 MiB to 1 GiB. block_overhead is not
-measured: it is small enough to matter only where the message is.
+ll_bandwidth is half of the register rate. reduce_bandwidth is that of large psums and
+psum_scatters. hbm_bandwidth is the data sheet's. copy_overhead and copy_setup are fitted to
+all_gather by copy engine at 2 MiB to 1 GiB. block_overhead is not measured: it is small enough to
+matter only where the message is.
 """
 
 _BY_KIND = {H200.device_kind: H200}
