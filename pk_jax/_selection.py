@@ -176,7 +176,7 @@ def paths(devices: Sequence[Device] | None = None) -> list[Path]:
     rows = []
     for op in OPS:
         if devices[0].platform in _GPU_PLATFORMS:
-            decision = decide(op, jnp.float32, [range(len(devices))], devices)
+            decision = decide(op, jnp.dtype("float32"), [range(len(devices))], devices)
         else:
             decision = Decision("reference", why_platform(op, devices[0].platform))
         rows.append(Path(op, decision.path, decision.reason))
