@@ -71,8 +71,8 @@ gpu-test: ## the tests that need GPUs, all of this machine's
 	@gpus=$$(nvidia-smi -L | grep -c '^GPU ') || { echo "make gpu-test needs a machine with NVIDIA GPUs" >&2; exit 1; }; \
 	$(GPU_SETUP) gpu $(IN_PLACE)) && export PK_JAX_REQUIRE_GPUS=$${GPUS:-$$gpus} && $(PYTEST) -m needs_gpus
 
-bench: ## check, then time; records go to benchmarks/results/
-	@$(GPU_SETUP) gpu $(IN_PLACE)) && for op in $(or $(OP),all_gather host_cost first_use); do \
+bench: ## check, then time; records go to benchmarks/results/ (OP='psum mixed' for some ops)
+	@$(GPU_SETUP) gpu $(IN_PLACE)) && for op in $(or $(OP),collectives mixed host_cost first_use); do \
 		"$$python" benchmarks/run.py --op $$op $(ARGS); done
 
 clean: ## remove what was built, and the environments

@@ -7,18 +7,18 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import all_gather
 import jax
-import records
-import timing
 from jax import lax
 
 import pk_jax as pk
+from pk_jax._bench import harness, records, timing, variants
+from pk_jax._bench.ops import AXIS
+from pk_jax._tuning.collective_cases import CollectiveCase
 
 NOOP = "pk_jax_noop"
 NUM_CALLS = 60
 # Small enough that bytes do not count.
-CASE = all_gather.Case("host-cost", (4, 128), 0, frozenset())
+CASE = CollectiveCase("host-cost", "all_gather", (4, 128))
 
 
 def empty_call(x: jax.Array) -> jax.Array:
@@ -27,35 +27,33 @@ def empty_call(x: jax.Array) -> jax.Array:
 
 
 def host_cost(
-    mesh: jax.sharding.Mesh, sample_ms: float, samples: int, stamp: dict[str, Any]
+    mesh: jax.sharding.Mesh, method: harness.Method, stamp: dict[str, Any]
 ) -> Iterator[tuple[records.Record | None, list[str]]]:
     """A chain of captured all_gather calls against one of captured calls of an empty kernel.
 
     The difference holds the flag's trip to the peer and the copy too, so it bounds the host's part
     from above; `cpu`, the processor time of the whole process a call, is the host's part alone.
     """
-    bench = all_gather.Bench(mesh)
-    operands = bench.operands(CASE, all_gather.num_data_sets(CASE))
+    bench = harness.Bench(mesh)
+    operands = bench.operands(CASE, variants.num_data_sets(CASE))
 
     def gather(x: jax.Array) -> jax.Array:
-        return pk.all_gather(x, all_gather.AXIS, tiled=True, implementation="cuda")
+        return pk.all_gather(x, AXIS, tiled=True, implementation="cuda")
 
     try:
-        program = all_gather.build(bench, CASE, "all_gather", gather, operands).program
+        built = harness.build(bench, "all_gather", variants.Variant(gather, CASE), operands)
         # Result and operand have one shape: each call reads the one before and needs no barrier.
         chain = bench.sharded(
             lambda x: timing.dependent_chain(empty_call, NUM_CALLS, x, lambda y: y), 1
         )
         compiled = chain.lower(operands[0]).compile()
         timing.check_calls(compiled.as_text(), NOOP, NUM_CALLS)
-    except (all_gather.CheckError, timing.ChainError) as error:
+    except (harness.CheckError, timing.ChainError) as error:
         yield None, [str(error)]
         return
     empty = timing.Program(compiled, operands[:1], NUM_CALLS)
     times = timing.time_programs(
-        {"all_gather": program, "empty": empty},
-        timing.runs_per_sample(NUM_CALLS, 4.0, sample_ms),
-        samples,
+        {"all_gather": built.program, "empty": empty}, method.sample_ms, method.samples
     )
     call, floor = times["all_gather"], times["empty"]
     record = records.Record(
@@ -63,7 +61,7 @@ def host_cost(
         op="host_cost",
         ranks=bench.ranks,
         processes=jax.process_count(),
-        dtype="bfloat16",
+        dtype=CASE.dtype,
         shape=list(CASE.shape),
         median_us=call.median,
         p10_us=call.p10,
@@ -77,7 +75,7 @@ def host_cost(
             "cpu_empty": floor.cpu,
         },
         max_rel_err=0.0,
-        method={"calls": NUM_CALLS, "samples": samples},
+        method={"calls": NUM_CALLS, "samples": method.samples},
         **stamp,
     )
     yield record, []
@@ -89,14 +87,11 @@ def first_use_once(mesh: jax.sharding.Mesh, order: str) -> dict[str, float]:
     `order` is "lax" (XLA's alone), "lax+pk" (XLA's communicator is there when pk asks) or "pk".
     Programs are compiled before anything is timed.
     """
-    bench = all_gather.Bench(mesh)
-    case = CASE._replace(id="first-use")
-    operand = bench.operands(case, 1)[0]
+    bench = harness.Bench(mesh)
+    operand = bench.operands(CASE, 1)[0]
     calls = {
-        "lax": lambda x: lax.all_gather(x, all_gather.AXIS, tiled=True),
-        "pk": functools.partial(
-            pk.all_gather, axis_name=all_gather.AXIS, tiled=True, implementation="cuda"
-        ),
+        "lax": lambda x: lax.all_gather(x, AXIS, tiled=True),
+        "pk": functools.partial(pk.all_gather, axis_name=AXIS, tiled=True, implementation="cuda"),
     }
     names = order.split("+")
     compiled = {name: bench.sharded(calls[name], 1).lower(operand).compile() for name in names}
@@ -108,10 +103,10 @@ def first_use_once(mesh: jax.sharding.Mesh, order: str) -> dict[str, float]:
             out = jax.block_until_ready(compiled[name](operand))
             times[f"{name}_{turn}_ms"] = (time.perf_counter() - start) * 1e3
             wrong = (
-                bench.wrong_elements(case, out, 0) if name == names[-1] and turn == "second" else 0
+                bench.wrong_elements(CASE, out, 0) if name == names[-1] and turn == "second" else 0
             )
             if wrong:
-                raise all_gather.CheckError(f"first use: {wrong} wrong elements from {name}")
+                raise harness.CheckError(f"first use: {wrong} wrong elements from {name}")
     return times
 
 
@@ -131,7 +126,7 @@ def first_use_record(
         op="first_use",
         ranks=ranks,
         processes=processes,
-        dtype="bfloat16",
+        dtype=CASE.dtype,
         shape=list(CASE.shape),
         median_us=after * 1e3,
         p10_us=min(spread) * 1e3,

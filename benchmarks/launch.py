@@ -15,6 +15,14 @@ from collections.abc import Sequence
 HOST = "127.0.0.1"
 
 
+class JobError(RuntimeError):
+    """A process of a job failed, or the time ran out; what the first one had printed."""
+
+    def __init__(self, reason: str, output: str = ""):
+        super().__init__(reason)
+        self.output = output
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind((HOST, 0))
@@ -29,7 +37,7 @@ def run_processes(
     The output is shown instead, and nothing returned, without `capture`.
 
     Raises:
-        RuntimeError: a process failed or the time ran out; the others are ended.
+        JobError: a process failed or the time ran out; the others are ended.
     """
     job = []
     if processes > 1:
@@ -45,24 +53,27 @@ def run_processes(
             stack.callback(_end, child)
             children.append(child)
         # All are watched: when one fails, the others wait for it in a collective.
-        while any([child.poll() is None for child in children]):  # noqa: C419 (poll them all)
-            _raise_if_failed(children)
+        reason = None
+        while reason is None and any([child.poll() is None for child in children]):  # noqa: C419
+            reason = _failure(children)
             if time.monotonic() > deadline:
-                raise RuntimeError(f"the job did not end within {timeout_s:.0f} s")
+                reason = f"the job did not end within {timeout_s:.0f} s"
             time.sleep(0.1)
-        _raise_if_failed(children)
-        if output is None:
-            return ""
-        output.seek(0)
-        return output.read()
+        reason = reason or _failure(children)
+        text = ""
+        if output is not None:
+            output.seek(0)
+            text = output.read()
+        if reason is not None:
+            raise JobError(reason, text)
+        return text
 
 
-def _raise_if_failed(children: Sequence[subprocess.Popen[bytes]]) -> None:
+def _failure(children: Sequence[subprocess.Popen[bytes]]) -> str | None:
     for rank, child in enumerate(children):
         if child.returncode:
-            raise RuntimeError(
-                f"process {rank} of {len(children)} ended with code {child.returncode}"
-            )
+            return f"process {rank} of {len(children)} ended with code {child.returncode}"
+    return None
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

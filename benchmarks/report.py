@@ -1,9 +1,10 @@
-"""Turns the records under benchmarks/results/ into the README's table and the curves.
+"""Turns the records under benchmarks/results/ into the pages' tables and the picture.
 
-    python benchmarks/report.py            # README.md and docs/images/all_gather.png
-    python benchmarks/report.py --check    # fails if README.md is not what the records say
+    python benchmarks/report.py            # PAGES and docs/images/collectives.png
+    python benchmarks/report.py --check    # fails if the pages are not what the records say
 
-The table stands between <!-- bench:all_gather --> and <!-- /bench:all_gather -->.
+A table stands between <!-- bench:NAME --> and <!-- /bench:NAME -->, where NAME is one of SECTIONS.
+A section that a page does not have is left out, as is a row without a record.
 """
 
 from __future__ import annotations
@@ -11,27 +12,17 @@ from __future__ import annotations
 import argparse
 import pathlib
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
-import records
+import checkout
 
-# The sizes of the README's table; the curves show all.
-TABLE_IDS = (
-    "ag-16K",
-    "ag-64K",
-    "ag-1M",
-    "ag-32M",
-    "ag-256M",
-    "ag-32M-axis1",
-)
-SERIES = (
-    ("default", "pk (default)", "#1f4e9c", "-", 2.2),
-    ("register", "pk register", "#2a9d8f", "--", 1.2),
-    ("tma", "pk tma", "#e09f3e", "--", 1.2),
-    ("copy_engine", "pk copy engine", "#9b5de5", "--", 1.2),
-    ("nccl", "NCCL (jax.lax)", "#c1121f", "-", 2.2),
-)
+from pk_jax._bench import plot, records
+from pk_jax._bench.plot import bytes_text, link_bytes, vendor_us
+from pk_jax._tuning.collective_cases import COLLECTIVES, PREFIXES, CollectiveCase
+
+PAGES = ("README.md", "docs/benchmarks.md")
+IMAGE = "docs/images/collectives.png"
+Rows = dict[tuple[str, int, int], records.Record]
 
 
 def replace_marked(text: str, name: str, body: str) -> str:
@@ -47,61 +38,166 @@ def replace_marked(text: str, name: str, body: str) -> str:
     return f"{before}{start}\n{body.strip()}\n{end}{rest.split(end)[1]}"
 
 
-def table(rows: Iterable[records.Record]) -> str:
-    """The all_gather table of one box in markdown, with what it was measured on below."""
-    rows = list(rows)
+def of_case(rows: Rows, name: str) -> list[records.Record]:
+    """The records of a case, by ranks and processes."""
+    return [row for key, row in sorted(rows.items()) if key[0] == name and row.median_us]
+
+
+# What has a target, and the same work along another dimension
+
+
+def collectives(rows: Rows) -> str:
+    """A line for each op: what it reaches at the sizes with a target, in one process."""
+    lines, used = [], []
+    for op in PREFIXES:
+        cells = []
+        for case in COLLECTIVES:
+            # The op without a target is shown at the sizes of the others.
+            shown = "target" in case.tags or (op == "ragged_all_to_all" and "quick" in case.tags)
+            if case.op != op or not shown:
+                continue
+            for row in [row for row in of_case(rows, case.name) if row.processes == 1]:
+                used.append(row)
+                rate = link_bytes(row) / (row.median_us or 1) / 1e3
+                small = case.nbytes < records.LARGE_BYTES
+                cells.append(
+                    f"{bytes_text(case.nbytes)}: "
+                    + (f"{number(row.median_us)} us" if small else f"{number(rate)} GB/s")
+                    + (f", {row.speedup:.2f}x" if row.speedup else "")
+                )
+        if cells:
+            lines.append(f"| `{op}` | {'; '.join(cells)} |")
+    if not lines:
+        return ""
+    head = ["| op | operand of a rank: what it takes, speed-up over NCCL |", "|---|---|"]
+    return "\n".join([*head, *lines, "", footer(used)])
+
+
+def targets(rows: Rows) -> str:
+    """A row for every case with a target that has a record."""
+    found = [
+        (case, row)
+        for case in COLLECTIVES
+        if "target" in case.tags
+        for row in of_case(rows, case.name)
+    ]
+    if not found:
+        return ""
     lines = [
-        "| all_gather, bf16 | ranks | processes | runs as | pk, us | NCCL, us | speed-up "
-        "| GB/s received | time / bound |",
+        "| bf16, operand of a rank | ranks | processes | runs as | pk, us | NCCL, us | speed-up "
+        "| GB/s | to reach |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    lines += [_table_row(row) for row in rows]
-    return "\n".join([*lines, "", *(_footer(rows) if rows else [])])
+    for case, row in found:
+        cells = [
+            f"`{case.op}`, {bytes_text(case.nbytes)}",
+            *_common(row),
+            number(link_bytes(row) / (row.median_us or 1) / 1e3),
+            reach(case, row),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", footer([row for _, row in found])])
 
 
-def _table_row(row: records.Record) -> str:
-    shape = "x".join(map(str, row.shape or []))
-    axis = row.method.get("axis", 0)
-    label = f"{bytes_text(row.method['bytes_per_rank'])} a rank"
-    if axis:
-        label += f" ({shape}, axis {axis})"
-    plan = row.config or {}
-    runs_as = plan.get("mechanism") or plan.get("implementation") or ""
-    if plan.get("protocol") == "ll":
-        runs_as += " (ll)"
-    cells = [
-        label,
+def layouts(rows: Rows) -> str:
+    """Other dimensions than the leading one: their time over the leading one's."""
+    lines = []
+    for case in COLLECTIVES:
+        if "strided" not in case.tags:
+            continue
+        for row in of_case(rows, case.name):
+            twin = rows.get((case.leading or "", row.ranks, row.processes))
+            over = (
+                row.median_us / twin.median_us if twin and twin.median_us and row.median_us else 0
+            )
+            where = f"axis {case.axis}"
+            if case.op == "all_to_all":
+                where = f"split {case.axis}, concat {case.concat_axis}"
+            shape = "x".join(map(str, case.shape))
+            cells = [
+                f"`{case.op}`, {shape}, {where}",
+                *_common(row),
+                f"{over:.2f}" if over else "",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    if not lines:
+        return ""
+    head = [
+        "| bf16, operand of a rank | ranks | processes | runs as | pk, us | NCCL, us | speed-up "
+        "| time / leading axis |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    return "\n".join([*head, *lines])
+
+
+def _common(row: records.Record) -> list[str]:
+    return [
         str(row.ranks),
         str(row.processes),
-        runs_as.replace("_", " "),
+        runs_as(row),
         number(row.median_us),
-        number(row.baselines.get("nccl")),
+        number(vendor_us(row)),
         f"{row.speedup:.2f}x" if row.speedup else "",
-        number(row.gbps),
-        f"{row.ratio:.2f}" if row.ratio else "",
     ]
-    return f"| {' | '.join(cells)} |"
 
 
-def _footer(rows: Sequence[records.Record]) -> list[str]:
+def runs_as(row: records.Record) -> str:
+    """The mechanism of a record's calls, and the algorithm or protocol that is not the usual."""
+    plan = row.config or {}
+    text = plan.get("mechanism") or plan.get("implementation") or ""
+    notes = ["ll"] if plan.get("protocol") == "ll" else []
+    notes += [plan["algorithm"]] if plan.get("algorithm") else []
+    return f"{text} ({', '.join(notes)})".replace("_", " ") if notes else text.replace("_", " ")
+
+
+def reach(case: CollectiveCase, row: records.Record) -> str:
+    """A case's target and whether the record meets it."""
+    us = row.median_us or float("inf")
+    if case.reach_us:
+        return f"{number(case.reach_us)} us{'' if us <= case.reach_us else ' (missed)'}"
+    wanted = case.reach_gbps or 0.0
+    return f"{number(wanted)} GB/s{'' if link_bytes(row) / us / 1e3 >= wanted else ' (missed)'}"
+
+
+def footer(rows: Sequence[records.Record]) -> str:
+    """What the rows were measured on, and how."""
     newest = max(rows, key=lambda row: row.date or "")
-    return [
+    return (
         f"{newest.ranks}x {newest.gpu}, driver {newest.driver}, CUDA {newest.cuda}, "
         f"jax {newest.jax}, commit {newest.commit}, {(newest.date or '')[:10]}: "
-        "`python benchmarks/run.py --op all_gather`. Medians of calls chained inside one jit, "
-        "checked bit by bit first, NCCL in the same run. The bound is the received bytes at "
-        f"{records.LINK_BYTES_PER_US / 1e3:.0f} GB/s, and below "
-        f"{bytes_text(records.LARGE_BYTES)} also the "
-        f"{records.EMPTY_CALL_US + records.FLAG_US:.1f} us of an empty captured call and a flag."
-    ]
+        "`python benchmarks/run.py --op collectives`. Medians of calls chained inside one jit, "
+        "checked bit by bit first, NCCL (`jax.lax`) in the same run. GB/s are bytes that a rank "
+        "receives over the link, for `psum` the bus bandwidth, 2(n-1)/n of the operand."
+    )
 
 
-def bytes_text(count: int) -> str:
-    """32768 gives '32 KiB'."""
-    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if count >= 1 << shift:
-            return f"{count >> shift} {unit}"
-    return f"{count} B"
+# Beside a matmul
+
+
+def mixed(rows: Rows) -> str:
+    """Together against alone, for each op of `mixed`."""
+    found = [row for _, row in sorted(rows.items()) if row.op == "mixed" and row.median_us]
+    if not found:
+        return ""
+    lines = ["| one step | us | of the longer part alone |", "|---|---|---|"]
+    for row in found:
+        op = row.id.removeprefix("mixed-")
+        alone = f"`{op}` {number(row.link_us)} us, matmul {number(row.compute_us)} us"
+        times = {"plain": row.median_us} | row.candidates | row.baselines
+        for name, us in times.items():
+            if name.endswith("alone"):
+                continue
+            over = f"{us / row.bound_us:.2f}" if row.bound_us and us else ""
+            lines.append(f"| {name.replace('_', ' ')} ({alone}) | {number(us)} | {over} |")
+    return "\n".join(lines)
+
+
+SECTIONS: dict[str, Callable[[Rows], str]] = {
+    "collectives": collectives,
+    "targets": targets,
+    "layouts": layouts,
+    "mixed": mixed,
+}
 
 
 def number(value: float | None) -> str:
@@ -111,66 +207,24 @@ def number(value: float | None) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def draw(rows: Sequence[records.Record], path: pathlib.Path) -> None:
-    """Received GB/s and time a call over the size, every candidate against NCCL."""
-    import matplotlib
+def newest_box(results: pathlib.Path) -> pathlib.Path | None:
+    """The folder of the GPU box with the newest record of a collective."""
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    def newest(box: pathlib.Path) -> str:
+        rows = [r for op in PREFIXES for r in records.load(box / f"{op}.jsonl")]
+        return max((r.date or "" for r in rows), default="")
 
-    rows = sorted(
-        (r for r in rows if r.method.get("axis") == 0), key=lambda r: r.method["bytes_per_rank"]
+    boxes = [b for b in results.glob("*") if b.is_dir() and not b.name.startswith("cpu")]
+    found = max(boxes, key=newest, default=None)
+    return found if found is not None and newest(found) else None
+
+
+def rows_of(box: pathlib.Path) -> Rows:
+    """All records of collectives of a box, by case, ranks and processes."""
+    found: Iterable[records.Record] = (
+        row for op in (*PREFIXES, "mixed") for row in records.load(box / f"{op}.jsonl")
     )
-    figure, (rate, time) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for key, label, color, style, width in SERIES:
-        points = [(r.method["bytes_per_rank"], value(r, key), r.ranks) for r in rows]
-        points = [(size, us, ranks) for size, us, ranks in points if us is not None]
-        if not points:
-            continue
-        sizes = [size for size, _, _ in points]
-        look: dict[str, Any] = {
-            "label": label, "color": color, "linestyle": style, "linewidth": width, "marker": ".",
-        }  # fmt: skip
-        rate.plot(sizes, [(n - 1) * size / us / 1e3 for size, us, n in points], **look)
-        time.plot(sizes, [us for _, us, _ in points], **look)
-    if rows:
-        bound = [(r.method["bytes_per_rank"], r.bound_us) for r in rows if r.bound_us]
-        time.plot(*zip(*bound, strict=True), color="0.6", linewidth=1, label="bound")
-    sizes = [r.method["bytes_per_rank"] for r in rows]
-    for axes, title in ((rate, "GB/s received a rank"), (time, "us a call")):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(
-            sizes[::2], [bytes_text(size) for size in sizes[::2]], rotation=40, ha="right"
-        )
-        axes.set_title(title)
-        axes.grid(alpha=0.25)
-    time.set_yscale("log")
-    rate.set_ylim(bottom=0)
-    rate.legend(frameon=False, fontsize=9)
-    time.legend(frameon=False, fontsize=9)
-    if rows:
-        head = rows[-1]
-        processes = f", {head.processes} processes" if head.processes > 1 else ""
-        figure.suptitle(
-            f"all_gather, bf16, {head.ranks}x {head.gpu}{processes}, {(head.date or '')[:10]}",
-            fontsize=11,
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
-def value(row: records.Record, key: str) -> float | None:
-    """Microseconds of one series at a case."""
-    if key == "default":
-        return row.median_us
-    return row.baselines.get(key) if key == "nccl" else row.candidates.get(key)
-
-
-def newest_box(results: pathlib.Path, op: str) -> pathlib.Path | None:
-    """The file of `op` whose records are the newest of all GPU boxes."""
-    files = [f for f in results.glob(f"*/{op}.jsonl") if not f.parent.name.startswith("cpu")]
-    return max(files, key=lambda f: max(r.date or "" for r in records.load(f)), default=None)
+    return {row.key: row for row in found}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -178,28 +232,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="write nothing; fail on a difference")
-    parser.add_argument("--results", type=pathlib.Path, default=records.RESULTS)
-    parser.add_argument("--readme", type=pathlib.Path, default=records.ROOT / "README.md")
-    parser.add_argument(
-        "--image", type=pathlib.Path, default=records.ROOT / "docs" / "images" / "all_gather.png"
-    )
+    parser.add_argument("--results", type=pathlib.Path, default=checkout.RESULTS)
+    parser.add_argument("--root", type=pathlib.Path, default=checkout.ROOT, help="of the pages")
     args = parser.parse_args(argv)
-    source = newest_box(args.results, "all_gather")
-    if source is None:
-        print(f"no records of all_gather under {args.results}", file=sys.stderr)
+    box = newest_box(args.results)
+    if box is None:
+        print(f"no records of collectives under {args.results}", file=sys.stderr)
         return 1
-    rows = records.load(source)
-    by_id = {(row.id, row.processes): row for row in rows}
-    chosen = [by_id[key] for key in ((i, p) for i in TABLE_IDS for p in (1, 2)) if key in by_id]
-    old = args.readme.read_text()
-    new = replace_marked(old, "all_gather", table(chosen))
+    rows = rows_of(box)
+    differ = False
+    for page in [args.root / name for name in PAGES]:
+        old = new = page.read_text()
+        for name, section in SECTIONS.items():
+            if f"bench:{name} -->" in old:
+                new = replace_marked(new, name, section(rows))
+        if not args.check:
+            page.write_text(new)
+        elif new != old:
+            differ = True
+            print(f"{page} differs from {box}: run benchmarks/report.py", file=sys.stderr)
     if args.check:
-        if new != old:
-            print(f"{args.readme} differs from {source}: run benchmarks/report.py", file=sys.stderr)
-        return int(new != old)
-    args.readme.write_text(new)
-    draw([row for row in rows if row.processes == 1] or rows, args.image)
-    print(f"{source} -> {args.readme}, {args.image}")
+        return int(differ)
+    single = [row for row in rows.values() if row.processes == 1]
+    plot.draw(single or list(rows.values()), args.root / IMAGE)
+    print(f"{box} -> {', '.join(PAGES)}, {IMAGE} of {args.root}")
     return 0
 
 

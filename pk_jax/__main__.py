@@ -8,13 +8,14 @@ import sys
 from collections.abc import Sequence
 
 from pk_jax import __version__
+from pk_jax._bench import collectives
 from pk_jax._doctor import render, report_in_child
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a sub-command and returns its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv[:1] == ["bench"]:
+    if argv[:1] == ["bench"] and argv[1:2] != ["collectives"]:
         return _bench(argv[1:])  # its options, --help among them, are those of benchmarks/run.py
     parser = argparse.ArgumentParser(prog="pk-jax", description="Multi-GPU kernels for JAX.")
     parser.add_argument("--version", action="version", version=f"pk_jax {__version__}")
@@ -30,8 +31,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="SECONDS",
         help="how long to wait for the devices (default 60)",
     )
-    commands.add_parser("bench", help="check, then time: benchmarks/run.py of a source checkout")
-    return _doctor(parser.parse_args(argv))
+    bench = commands.add_parser(
+        "bench",
+        help="check, then time: `bench collectives`; else benchmarks/run.py of a source checkout",
+    )
+    suites = bench.add_subparsers(dest="suite", required=True)
+    collectives.add_arguments(
+        suites.add_parser("collectives", help="sizes and layouts against jax.lax")
+    )
+    args = parser.parse_args(argv)
+    return collectives.main(args) if args.command == "bench" else _doctor(args)
 
 
 def _seconds(text: str) -> float:
@@ -54,7 +63,11 @@ def _bench(argv: list[str]) -> int:
         script = place / "benchmarks" / "run.py"
         if script.is_file():
             return subprocess.run([sys.executable, str(script), *argv], check=False).returncode
-    print("pk-jax bench: run it in a source checkout, which has benchmarks/run.py", file=sys.stderr)
+    print(
+        "pk-jax bench: other options than `pk-jax bench collectives` need a source checkout, which "
+        "has benchmarks/run.py",
+        file=sys.stderr,
+    )
     return 2
 
 

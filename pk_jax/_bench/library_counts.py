@@ -1,7 +1,5 @@
 """What the compiled library counts of its communicators: their launches and their memory."""
 
-from __future__ import annotations
-
 from pk_jax import _registry
 
 

@@ -1,19 +1,13 @@
-"""The record of a case, the bound it is held against, and the files under benchmarks/results/."""
-
-from __future__ import annotations
+"""The record of a case, the bound it is held against, and the file of JSON lines that keeps it."""
 
 import dataclasses
 import datetime
 import json
 import pathlib
 import re
-import subprocess
 from typing import Any
 
 from pk_jax._tuning.hardware import H200, MIB
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 
 # One direction of the link, and what no captured call goes below, which is an empty captured call
 # (the target's round number; host_cost measures it anew) and one trip of a flag to the peer.
@@ -67,9 +61,9 @@ class Record:
         return (self.id, self.ranks, self.processes)
 
 
-def gather_bound_us(bytes_per_rank: int, ranks: int) -> tuple[float, float]:
-    """(bound, its link part): received bytes at the link's rate, and a call's fixed cost."""
-    link = (ranks - 1) * bytes_per_rank / LINK_BYTES_PER_US
+def bound_us(link_bytes: float, bytes_per_rank: int) -> tuple[float, float]:
+    """(bound, its link part): bytes received at the link's rate, and a small call's fixed cost."""
+    link = link_bytes / LINK_BYTES_PER_US
     fixed = EMPTY_CALL_US + FLAG_US if bytes_per_rank < LARGE_BYTES else 0.0
     return link + fixed, link
 
@@ -112,31 +106,7 @@ def box_name(device_kind: str, platform: str, count: int) -> str:
     return f"{short}x{count}"
 
 
-def commit() -> str | None:
-    """The commit of the source tree, with a mark when files differ from it; None outside git."""
-
-    def git(*args: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(ROOT), *args], check=True, capture_output=True, text=True, timeout=20
-        ).stdout.strip()
-
-    try:
-        # Results are written by the run itself and do not make the measured tree another one.
-        dirty = git(
-            "status",
-            "--porcelain",
-            "--untracked-files=no",
-            "--",
-            ".",
-            ":!benchmarks/results",
-            ":!docs/images",
-        )
-        return git("rev-parse", "--short", "HEAD") + ("-dirty" if dirty else "")
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def provenance(commit_override: str | None = None) -> dict[str, str | None]:
+def provenance(commit: str | None) -> dict[str, str | None]:
     """date, gpu, driver, cuda, jax and commit of this run."""
     import jax
 
@@ -148,6 +118,6 @@ def provenance(commit_override: str | None = None) -> dict[str, str | None]:
         "gpu": jax.devices()[0].device_kind,
         "driver": versions["driver"],
         "cuda": versions["cuda_runtime"],
-        "jax": jax.__version__,
-        "commit": commit_override or commit(),
+        "jax": versions["jax"],
+        "commit": commit,
     }

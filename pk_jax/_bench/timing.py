@@ -20,8 +20,6 @@ compiler removes them before its last dead-code pass, so there a chain returns a
 is not the asked one, or if anything else in it would launch a kernel.
 """
 
-from __future__ import annotations
-
 import collections
 import math
 import re
@@ -88,6 +86,30 @@ def count_instructions(text: str) -> collections.Counter[str]:
     return counts
 
 
+def carried_chain(
+    call: Callable[[Any, Any], Any], num_calls: int, operands: Sequence[Any], start: Any
+) -> Any:
+    """`num_calls` calls, each writing into the result before it: the order needs no barrier.
+
+    `start` is to be donated, or the first call copies it.
+    """
+    result = start
+    for i in range(num_calls):
+        result = call(operands[i % len(operands)], result)
+    return result
+
+
+class Carried:
+    """A compiled carried chain: every run writes into what the run before left."""
+
+    def __init__(self, compiled: Callable[..., Any], start: Any):
+        self.compiled, self.result = compiled, start
+
+    def __call__(self, *operands: Any) -> Any:
+        self.result = self.compiled(*operands, self.result)
+        return self.result
+
+
 class ChainError(RuntimeError):
     """The compiled program is not the chain that was meant to be timed."""
 
@@ -105,10 +127,15 @@ def check_calls(
             f"the compiled chain holds {counts[target]} {target}, not {num_calls}: {dict(counts)}"
         )
     if allowed is not None:
-        fine = FREE | allowed | {target}
-        others = {opcode: k for opcode, k in counts.items() if opcode not in fine}
+        others = {k: v for k, v in other_kernels(text, target).items() if k not in allowed}
         if others:
             raise ChainError(f"the compiled chain of {target} holds other kernels: {others}")
+
+
+def other_kernels(text: str, target: str) -> dict[str, int]:
+    """Instructions of `text` that run, beside `target`, by opcode."""
+    counts = count_instructions(text)
+    return {opcode: k for opcode, k in counts.items() if opcode not in FREE | {target}}
 
 
 class Timing(NamedTuple):
@@ -118,14 +145,20 @@ class Timing(NamedTuple):
     p10: float
     p90: float
     cpu: float  # processor time of this process, all threads
+    samples: int = 0
 
 
 class Program(NamedTuple):
-    """A compiled chain with its arguments."""
+    """A compiled chain with its arguments, and how long one of its calls is expected to take."""
 
     run: Callable[..., Any]
     args: Sequence[Any]
     num_calls: int
+    expected_us: float = 4.0
+
+
+MIN_CALLS = 50
+MIN_SAMPLES = 3
 
 
 def runs_per_sample(num_calls: int, expected_us: float, sample_ms: float) -> int:
@@ -136,32 +169,68 @@ def runs_per_sample(num_calls: int, expected_us: float, sample_ms: float) -> int
     return max(1, math.ceil(sample_ms * 1e3 / (num_calls * expected_us)))
 
 
+def affordable_samples(
+    run_s: float, runs: int, num_calls: int, samples: int, budget_s: float
+) -> int:
+    """Samples of a program whose run takes `run_s`, of at most `samples`, within `budget_s`.
+
+    Never fewer than three, nor than 50 calls need.
+    """
+    least = max(MIN_SAMPLES, math.ceil(MIN_CALLS / (runs * num_calls)))
+    return min(samples, max(least, int(budget_s / (run_s * runs))))
+
+
 def time_programs(
-    programs: Mapping[str, Program], runs: int, samples: int = 50
+    programs: Mapping[str, Program],
+    sample_ms: float,
+    samples: int = 50,
+    budget_s: float = math.inf,
 ) -> dict[str, Timing]:
     """Times the programs in turn, sample by sample, so that drift of the clocks meets all alike.
 
-    A sample queues `runs` runs without waiting in between, as a training step would, then waits.
+    A sample queues runs for about `sample_ms` without waiting in between, as a training step would,
+    then waits. A program too slow for its share of time, `budget_s`, gets fewer samples.
     """
     wall: dict[str, list[float]] = {name: [] for name in programs}
     cpu: dict[str, list[float]] = {name: [] for name in programs}
-    for program in programs.values():  # the third run is the first that replays a captured graph
-        for _ in range(3):
+    runs: dict[str, int] = {}
+    wanted: dict[str, int] = {}
+    for name, program in programs.items():
+        run_s = 0.0
+        for _ in range(3):  # the third run is the first that replays a captured graph
+            start = time.perf_counter()
             jax.block_until_ready(program.run(*program.args))
-    for _ in range(samples):
+            run_s = time.perf_counter() - start
+        runs[name] = runs_per_sample(program.num_calls, program.expected_us, sample_ms)
+        wanted[name] = samples
+        if budget_s != math.inf:
+            wanted[name] = affordable_samples(
+                _longest(run_s), runs[name], program.num_calls, samples, budget_s
+            )
+    for i in range(samples):
         for name, program in programs.items():
+            if i >= wanted[name]:
+                continue
             out = None
             cpu_start, start = time.process_time(), time.perf_counter()
-            for _ in range(runs):
+            for _ in range(runs[name]):
                 out = program.run(*program.args)
             jax.block_until_ready(out)
-            calls = runs * program.num_calls
+            calls = runs[name] * program.num_calls
             wall[name].append((time.perf_counter() - start) / calls * 1e6)
             cpu[name].append((time.process_time() - cpu_start) / calls * 1e6)
-    return {
-        name: Timing(
-            *(float(q) for q in np.percentile(wall[name], (50, 10, 90))),
-            float(np.median(cpu[name])),
-        )
-        for name in programs
-    }
+    return {name: _timing(wall[name], cpu[name]) for name in programs}
+
+
+def _timing(wall: list[float], cpu: list[float]) -> Timing:
+    median, p10, p90 = (float(q) for q in np.percentile(wall, (50, 10, 90)))
+    return Timing(median, p10, p90, float(np.median(cpu)), len(wall))
+
+
+def _longest(seconds: float) -> float:
+    """The longest of all processes' times, so that all of them come to one number of samples."""
+    if jax.process_count() == 1:
+        return seconds
+    from jax.experimental import multihost_utils
+
+    return float(np.max(multihost_utils.process_allgather(np.float32(seconds))))
