@@ -32,6 +32,7 @@ pmax_p: Any = _parallel.pmax_p
 pmin_p: Any = _parallel.pmin_p
 all_to_all_p: Any = _parallel.all_to_all_p
 ppermute_p: Any = _parallel.ppermute_p
+ragged_all_to_all_p: Any = _parallel.ragged_all_to_all_p
 
 
 def _new_defaults_state() -> Any:
@@ -74,6 +75,12 @@ def vary_over(axis_name: tuple[Hashable, ...], x: Any) -> Any:
 def without_size_one_axes(axis_name: tuple[Hashable, ...]) -> tuple[Hashable, ...]:
     """The axes that a reduction goes over: all, unless JAX is set to leave those of size 1 out."""
     return _parallel._maybe_skip_one_sized_axes(axis_name)
+
+
+def vary_alike(axis_name: tuple[Hashable, ...], *xs: Any) -> list[Any]:
+    """The operands of one op, all cast to vary over its axes and over those of any of them."""
+    names = set(axis_name).union(*(_core.typeof(x).mat.varying for x in xs))
+    return [vary_over(tuple(sorted(names, key=str)), x) for x in xs]
 
 
 def state_over(x: Any, axis_name: tuple[Hashable, ...], op: str) -> str:

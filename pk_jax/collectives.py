@@ -17,9 +17,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from pk_jax import _selection
 from pk_jax import config as _config
-from pk_jax._primitives import checks, exchanges, reductions
+from pk_jax._primitives import checks, exchanges, ragged, reductions
 from pk_jax._primitives import collectives as primitives
 from pk_jax._reference import collectives as reference
 from pk_jax.config import Config
@@ -314,29 +313,34 @@ def ragged_all_to_all(
 ) -> Any:
     """Sends slices of different sizes to the ranks, as ``jax.lax.ragged_all_to_all`` does.
 
-    XLA has no such operation on CPU.
+    Each rank sends k slices of the leading dimension of `operand` to each of the n ranks: slice i
+    goes to rank i // k. On CPU, where XLA has no such operation, dense collectives stand for it.
 
     Args:
-        operand: the array whose leading dimension is cut.
-        output: the array whose slices are replaced by what arrives.
-        input_offsets: where the slice for each rank starts in `operand`.
-        send_sizes: its rows.
-        output_offsets: where it goes in that rank's `output`.
-        recv_sizes: the rows that arrive from each rank.
+        operand: an array [N, ...].
+        output: an array [M, ...] of the same dtype; rows where nothing arrives keep their values.
+        input_offsets: integers [n * k], where the slices start in `operand`.
+        send_sizes: integers [n * k], their rows; 0 sends nothing.
+        output_offsets: integers [n * k], where they go in the `output` of their receivers.
+        recv_sizes: integers [n * k], the rows that arrive: `send_sizes` after an all_to_all.
         axis_name: the mesh axis or axes.
         axis_index_groups: lists of indices of the axis, all of one size and holding each index
             once; each exchanges for itself.
         implementation: None, "cuda" or "reference".
-        config: this op has no knobs yet.
+        config: the knobs ``mechanism`` and ``num_comm_sms``.
 
     Returns:
-        `output` with the received slices in place.
+        `output` with the received slices in place. A row that is not in `operand`, or whose place
+        is not in `output`, does not move (XLA's own operation does not look: CUDA without the
+        kernels). Where slices overlap, one of them stays; that goes for gradients too, as in lax.
+
+    With ``PK_JAX_CHECKS=1`` when the program is compiled, such a row is a run-time error that names
+    it and its rank. Unlike lax's, the result varies wherever an operand does.
     """
     op = "ragged_all_to_all"
-    _check_reference_only(op, implementation, config)
-    axes = checks.check_axes(op, axis_name, like_reduction=True)
-    groups = checks.check_groups(op, axis_index_groups, axes)
-    return reference.ragged_all_to_all(
+    resolved = _resolve(op, implementation, config)
+    axes = checks.check_axes(op, tuple(axis_name) if isinstance(axis_name, list) else axis_name)
+    return ragged.ragged_all_to_all(
         operand,
         output,
         input_offsets,
@@ -344,7 +348,9 @@ def ragged_all_to_all(
         output_offsets,
         recv_sizes,
         axis_name=axes,
-        axis_index_groups=groups,
+        axis_index_groups=checks.check_groups(op, axis_index_groups, axes),
+        implementation=implementation,
+        config=resolved,
     )
 
 
@@ -357,15 +363,6 @@ def _resolve(op: str, implementation: str | None, config: Config | None) -> Conf
 def _is_strict(config: Config | None) -> bool:
     """Whether the call itself, and not a default, names the mechanism."""
     return config is not None and config.mechanism is not None
-
-
-def _check_reference_only(op: str, implementation: str | None, config: Config | None) -> None:
-    """The two arguments of an op that has no kernels yet."""
-    _resolve(op, implementation, config)
-    if implementation == "cuda":
-        raise NotImplementedError(
-            f"{_selection.why_no_kernel(op)}; use implementation=None or 'reference'"
-        )
 
 
 def _reduce(

@@ -114,7 +114,7 @@ _KNOBS: dict[str, dict[str, Any]] = {
         "pmean": "psum",
         "psum_scatter": "psum_scatter",
     }.items()
-}
+} | {"ragged_all_to_all": {"mechanism": ("register",), "num_comm_sms": _SMS}}
 
 
 @contextlib.contextmanager

@@ -262,15 +262,3 @@ def test_ppermute(mesh_of, per_rank):
     x = operand(4, (3,))
     got = per_rank(mesh_of(x=4), lambda p: pk.ppermute(p, "x", [(0, 2), (2, 3), (1, 0)]), x)
     np.testing.assert_array_equal(got, np.stack([x[1], np.zeros(3), x[0], x[2]]))
-
-
-def test_ragged_all_to_all_is_traced_as_in_lax(mesh_of):
-    def traced(op):
-        def f(x, sizes):
-            return op(x, x, sizes, sizes, sizes, sizes, axis_name="x")
-
-        mapped = jax.shard_map(f, mesh=mesh_of(x=2), in_specs=P("x"), out_specs=P("x"))
-        return str(jax.make_jaxpr(mapped)(jnp.zeros((4, 3)), jnp.zeros(4, jnp.int32)))
-
-    assert "ragged_all_to_all" in traced(pk.ragged_all_to_all)
-    assert traced(pk.ragged_all_to_all) == traced(lax.ragged_all_to_all)

@@ -55,7 +55,8 @@ def axes_of(params: dict[str, Any]) -> tuple[Any, ...]:
     return params["axes"] if "axes" in params else params["axis_name"]
 
 
-def _lower(ctx: Any, *operands: Any, rules: Rules, **params: Any) -> Any:
+def lower(ctx: Any, *operands: Any, rules: Rules, **params: Any) -> Any:
+    """The lowering rule of all primitives, for all platforms."""
     (out,) = ctx.avals_out
     axes, index_groups = axes_of(params), params.get("axis_index_groups")
     groups = _compat.rank_groups(ctx, axes, index_groups)
@@ -117,6 +118,7 @@ def emit(
     operands: Sequence[Any],
     groups: Sequence[Sequence[int]],
     choice: cost_model.Choice,
+    aliases: dict[int, int] | None = None,
     **attributes: Any,
 ) -> list[Any]:
     """Emits the custom call of an op.
@@ -128,6 +130,7 @@ def emit(
         groups: logical ids of the ranks of each group.
         choice: how it is to run. Its scratch is one more result of the call, which is dropped:
             so XLA plans that memory with the rest of the program's.
+        aliases: operands that give their memory to a result: numbers of both.
         attributes: those of this op alone.
     """
     devices = _compat.mesh_devices(ctx)
@@ -139,7 +142,7 @@ def emit(
     avals_out = list(ctx.avals_out)
     if choice.scratch_bytes:
         avals_out.append(ShapedArray((choice.scratch_bytes,), np.dtype(np.uint8)))
-    results = jax.ffi.ffi_lowering(f"pk_jax_{op}")(
+    results = jax.ffi.ffi_lowering(f"pk_jax_{op}", operand_output_aliases=aliases)(
         ctx.replace(avals_out=avals_out),
         *operands,
         groups=logical_ids,
@@ -189,5 +192,5 @@ def define(primitive: Primitive, rules: Rules) -> None:
     # Not cacheable: JAX would lower equal equations once and call the result, and then two call
     # sites would share a channel. One rule for all platforms, which looks at the platform itself:
     # JAX cannot lower an uncacheable primitive that has several rules for several platforms.
-    rule = functools.partial(_lower, rules=rules)
+    rule = functools.partial(lower, rules=rules)
     mlir.register_lowering(primitive, rule, cacheable=False)

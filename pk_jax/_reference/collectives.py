@@ -18,7 +18,6 @@ psum = lax.psum
 pmax = lax.pmax
 pmin = lax.pmin
 pmean = lax.pmean
-ragged_all_to_all = lax.ragged_all_to_all
 
 
 def all_gather(
