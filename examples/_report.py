@@ -12,6 +12,7 @@ class Progress:
         self.stream = stream or sys.stdout
         self.redraws = self.stream.isatty()
         self.start = time.perf_counter()
+        self.shown = 0
 
     def show(self, done, loss):
         if self.redraws:
@@ -22,9 +23,10 @@ class Progress:
             )
             self.stream.write(f"\r{line}\033[K")
             self.stream.flush()
-        elif done * 10 // self.total > (done - 1) * 10 // self.total:
+        elif done * 10 // self.total > self.shown * 10 // self.total:
             line = f"{self.label:10} step {done}/{self.total}  {loss:.3f} bits per byte"
             print(line, file=self.stream, flush=True)
+        self.shown = done
 
     def finish(self, summary):
         start = "\r\033[K" if self.redraws else ""

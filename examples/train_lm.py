@@ -3,7 +3,7 @@
 It shows how pk_jax goes into a training step: the model is written against a module of collectives,
 `comm`, and calls `comm.all_gather`, `comm.psum_scatter`, `comm.psum` and `comm.pmean` inside
 `jax.shard_map`. `pk_jax` is such a module and `jax.lax` is another, so the same steps run twice,
-and the losses have to agree. Every device holds a part of everything:
+ten by ten in turn, and the losses have to agree. Every device holds a part of everything:
 
 * axis "data" of the mesh splits the batch. Weights are split over it too: a layer gathers its own
   just before use, and the gradient of that gather leaves each device the sum for its part.
@@ -35,6 +35,7 @@ from jax.sharding import PartitionSpec as P
 import pk_jax as pk
 
 VOCABULARY = 256
+BLOCK = 10  # steps that a run takes before it is the other's turn
 BOTH = ("data", "model")
 ROWS = P("data", "model")  # the batch over "data", positions over "model"
 
@@ -54,7 +55,7 @@ class Setup:
         return 0.64 / self.width
 
 
-ON_CPU = Setup(layers=2, width=64, heads=2, batch=16, seq=128, steps=300, dtype="float32")
+ON_CPU = Setup(layers=2, width=64, heads=2, batch=16, seq=128, steps=250, dtype="float32")
 ON_GPU = Setup(layers=8, width=512, heads=8, batch=64, seq=512, steps=600, dtype="bfloat16")
 
 
@@ -180,46 +181,84 @@ def on_mesh(mesh, fn, in_specs, out_specs, **options):
     return jax.jit(mapped, **options)
 
 
-@dataclasses.dataclass
 class Run:
-    losses: list  # of every step, in bits per byte
-    held_out: dict  # step -> bits per byte
-    params: dict
+    """Training from scratch. Nothing but `comm` differs between two runs of one seed."""
 
+    def __init__(self, comm, mesh, setup, seed, text, held_out_batches):
+        state_specs = (SPECS, SPECS, SPECS, P())
+        self.step_fn = on_mesh(
+            mesh,
+            partial(train_step, comm, setup),
+            (state_specs, ROWS, ROWS),
+            (state_specs, P()),
+            donate_argnums=0,
+        )
+        self.loss_fn = on_mesh(
+            mesh, partial(bits_per_byte, comm, setup.dtype), (SPECS, ROWS, ROWS), P()
+        )
+        self.rng = np.random.default_rng(seed)
+        self.batch = partial(windows, text, self.rng, setup, mesh)
+        self.held_out_batches = held_out_batches
+        shardings = jax.tree.map(partial(NamedSharding, mesh), SPECS)
+        params = jax.device_put(init(self.rng, setup), shardings)
+        zeros = partial(jax.tree.map, jnp.zeros_like)
+        self.state = (params, zeros(params), zeros(params), jnp.zeros(()))
+        self.losses = []  # of every step, in bits per byte
+        self.held_out = {}  # step -> bits per byte
+        self.seconds = []  # of a step, for each block of the full length
 
-def train(name, comm, mesh, setup, seed, text, held_out_batches):
-    """Trains from scratch. Nothing but `comm` differs between two runs of one seed."""
-    state_specs = (SPECS, SPECS, SPECS, P())
-    step_fn = on_mesh(
-        mesh,
-        partial(train_step, comm, setup),
-        (state_specs, ROWS, ROWS),
-        (state_specs, P()),
-        donate_argnums=0,
-    )
-    loss_fn = on_mesh(mesh, partial(bits_per_byte, comm, setup.dtype), (SPECS, ROWS, ROWS), P())
+    @property
+    def params(self):
+        return self.state[0]
 
-    rng = np.random.default_rng(seed)
-    shardings = jax.tree.map(partial(NamedSharding, mesh), SPECS)
-    params = jax.device_put(init(rng, setup), shardings)
-    zeros = partial(jax.tree.map, jnp.zeros_like)
-    state = (params, zeros(params), zeros(params), jnp.zeros(()))
-    losses, held_out = [], {}
-    progress = Progress(name, setup.steps)
-    seconds = 0.0  # in steps after the first, which compiles
-    for step in range(1, setup.steps + 1):
+    def train(self, steps):
+        """Runs a block of steps, of which the host waits for the last only."""
         start = time.perf_counter()
-        state, loss = step_fn(state, *windows(text, rng, setup, mesh))
-        losses.append(float(loss))
-        seconds += (time.perf_counter() - start) * (step > 1)
-        if step * 6 // setup.steps > (step - 1) * 6 // setup.steps:
-            held_out[step] = float(np.mean([loss_fn(state[0], *b) for b in held_out_batches]))
-        progress.show(step, losses[-1])
-    progress.finish(
-        f"{setup.steps} steps, {(setup.steps - 1) / max(seconds, 1e-9):.1f} steps/s; "
-        f"held-out {held_out[setup.steps]:.3f} bits per byte"
+        losses = []
+        for _ in range(steps):
+            self.state, loss = self.step_fn(self.state, *self.batch())
+            losses.append(loss)
+        jax.block_until_ready(losses)
+        if steps == BLOCK:
+            self.seconds.append((time.perf_counter() - start) / steps)
+        self.losses += map(float, losses)
+
+    def evaluate(self):
+        losses = [self.loss_fn(self.params, *batch) for batch in self.held_out_batches]
+        self.held_out[len(self.losses)] = float(np.mean(losses))
+
+
+def train_in_turn(runs, steps):
+    """Trains all runs, block by block in turn, so that what slows the machine meets them alike."""
+    progress = Progress(" / ".join(runs), steps)
+    done = 0
+    blocks = [1] * min(steps, 2)  # the first compiles, the second is the first that is captured
+    blocks += [BLOCK] * ((steps - len(blocks)) // BLOCK)
+    blocks += [steps - sum(blocks)] if sum(blocks) < steps else []
+    order = list(runs.values())
+    for i, block in enumerate(blocks):
+        for run in order if i % 2 else reversed(order):  # nobody is always first
+            run.train(block)
+        before, done = done, done + block
+        if done * 6 // steps > before * 6 // steps:
+            for run in order:
+                run.evaluate()
+        progress.show(done, order[0].losses[-1])
+    progress.finish(f"{steps} steps each, in turn")
+
+
+def speed(runs):
+    """How fast the first run was, over the second: the sentence that says so."""
+    ours, theirs = (np.array(run.seconds) for run in runs.values())
+    names = list(runs)
+    if ours.size < 3:
+        return f"{names[0]} over {names[1]}: too few steps to tell"
+    rates = [1 / np.median(seconds) for seconds in (ours, theirs)]
+    low, ratio, high = np.percentile(theirs / ours, (25, 50, 75))  # of blocks next to each other
+    return (
+        f"{names[0]} {rates[0]:.1f} steps/s, {names[1]} {rates[1]:.1f}; end to end {ratio:.3f}x "
+        f"(median of {ours.size} pairs of {BLOCK} steps, quartiles {low:.3f}x to {high:.3f}x)"
     )
-    return Run(losses, held_out, state[0])
 
 
 def windows(text, rng, setup, mesh):
@@ -308,10 +347,12 @@ def main(argv=None):
     print(f"setup      {', '.join(f'{k} {v}' for k, v in vars(setup).items())}")
 
     runs = {
-        name: train(name, comm, mesh, setup, args.seed, text, held_out_batches)
+        name: Run(comm, mesh, setup, args.seed, text, held_out_batches)
         for name, comm in (("pk_jax", pk), ("jax.lax", jax.lax))
     }
+    train_in_turn(runs, setup.steps)
     ours, theirs = runs.values()
+    print(f"speed      {speed(runs)}")
     print("sample")
     for line in sample(pk, mesh, setup, ours.params, b"def ", args.seed).splitlines():
         print(f"  | {line}")

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from pk_jax._bench import data, harness, library_counts, records, timing, variants
 from pk_jax._bench.ops import AXIS, OPS
@@ -407,3 +409,30 @@ def test_provenance_names_versions():
 def test_the_bound_is_of_the_hardware_record():
     assert hardware.H200.store_peak / 1e6 == records.LINK_BYTES_PER_US
     assert hardware.H200.flag_latency * 1e6 == records.FLAG_US
+
+
+# What the chains become for CUDA
+
+
+@pytest.mark.parametrize("op", [op for op in PREFIXES if op != "ragged_all_to_all"])
+@pytest.mark.parametrize("elements", [4096, 4 << 20])
+def test_plan_of_a_lowered_call(op, elements, can_run, lowered):
+    case = CollectiveCase("case", op, (elements,))
+    bench = bench_of(4)
+    names = variants.of_case(case, 4, forced=True)
+    assert set(names) == {"nccl", "default", *OPS[op].mechanisms}
+    sharding = NamedSharding(bench.mesh, P(AXIS))
+    x = jax.ShapeDtypeStruct((4 * elements,), data.DTYPE, sharding=sharding)
+    for name, variant in names.items():
+        fn = bench.sharded(lambda x, call=variant.call: timing.chain(call, 3, [x]), 1)
+        text = lowered(fn, x)
+        plan = variants.plan_of(text, OPS[op].target)
+        if name == "nccl":
+            assert plan == {"implementation": "reference"}
+            continue
+        assert text.count(f"custom_call @{OPS[op].target}(") == 3
+        assert plan["mechanism"] in ("register", "tma", "copy_engine")
+        assert plan["mechanism"] == name or name == "default"
+        small = elements == 4096 and plan["mechanism"] == "register"
+        assert plan["protocol"] == ("ll" if small else "simple")
+        assert ("algorithm" in plan) == (op == "psum")

@@ -1,15 +1,23 @@
 """The examples run as users run them; their own arithmetic of comparing is right."""
 
+import dataclasses
 import importlib
 import io
 import os
+import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import pk_jax as pk
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -24,7 +32,7 @@ def example(monkeypatch):
 def test_train_lm_trains_compares_and_draws(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     command = [sys.executable, "-W", "error", EXAMPLES / "train_lm.py", "--cpu", "--mesh", "2x2"]
-    command += ["--steps", "8", "--batch", "4", "--seq", "32", "--out", "charts/curve.png"]
+    command += ["--steps", "33", "--batch", "4", "--seq", "32", "--out", "charts/curve.png"]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
     )
@@ -33,7 +41,37 @@ def test_train_lm_trains_compares_and_draws(tmp_path):
     assert lines["agreement"].endswith("(within rounding)")
     assert "bits per byte" in lines["held-out"]
     assert "2 data x 2 model" in lines["mesh"]
+    assert "(median of 3 pairs of 10 steps" in lines["speed"]
     assert (tmp_path / "charts/curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("comm, others", [(pk, ("pk_psum",)), (jax.lax, ("reduce_scatter",))])
+def test_all_collectives_of_a_step_are_the_module_s(example, comm, others):
+    train_lm = example("train_lm")
+    setup = dataclasses.replace(train_lm.ON_CPU, layers=1, batch=4, seq=32)
+    mesh = jax.make_mesh(
+        (2, 2), train_lm.BOTH, axis_types=(AxisType.Auto,) * 2, devices=jax.devices("cpu")[:4]
+    )
+    specs = ((train_lm.SPECS,) * 3 + (P(),), train_lm.ROWS, train_lm.ROWS)
+    step = train_lm.on_mesh(mesh, partial(train_lm.train_step, comm, setup), specs, (specs[0], P()))
+    params = train_lm.init(np.random.default_rng(0), setup)
+    tokens = np.zeros((4, 32), np.int32)
+    state = (params, params, params, np.zeros((), np.float32))
+    with jax.numpy_dtype_promotion("standard"):  # as the example runs
+        text = str(jax.make_jaxpr(step)(state, tokens, tokens))
+    found = set(re.findall(r"(?<== )(?:pk_)?(?:all_gather|reduce_scatter|psum\w*)(?=\[)", text))
+    assert found >= set(others)
+    assert {name.startswith("pk_") for name in found} == {comm is pk}
+
+
+def test_speed_is_of_pairs(example):
+    speed = example("train_lm").speed
+    theirs = np.full(9, 0.2)
+    ours = theirs / 1.25
+    ours[4] = 7.0  # noise
+    runs = {"a": SimpleNamespace(seconds=list(ours)), "b": SimpleNamespace(seconds=list(theirs))}
+    assert "a 6.2 steps/s, b 5.0; end to end 1.250x" in speed(runs)
+    assert "too few" in speed({k: SimpleNamespace(seconds=[1.0]) for k in runs})
 
 
 def test_losses_that_differ_are_told_apart(example):
