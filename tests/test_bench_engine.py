@@ -248,9 +248,6 @@ def test_a_case_runs_and_has_its_record(op, short):
     assert failures == []
     assert record.op == op
     assert set(record.skipped) >= set(OPS[op].mechanisms)  # no CUDA here
-    if record.median_us is None:
-        assert "UNIMPLEMENTED" in record.skipped["default"]
-        return
     assert record.gbps == pytest.approx(record.method["link_bytes"] / record.median_us / 1e3)
     assert record.method["samples"]["default"] == 1
 

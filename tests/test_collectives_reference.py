@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import pk_jax as pk
-from pk_jax._tuning.cases import all_gather_cases
+from pk_jax._tuning.cases import ALL_GATHER
 
 # mesh sizes, axis_name, axis_index_groups, the groups as global ranks
 GROUPINGS = {
@@ -104,7 +104,7 @@ def test_all_gather_layouts(shape, axis, tiled, mesh_of, per_rank):
     np.testing.assert_array_equal(got, gathered(x, [range(4)], axis, tiled))
 
 
-@pytest.mark.parametrize("case", all_gather_cases("ci"), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", ALL_GATHER, ids=lambda case: case.name)
 def test_all_gather_cases(case, mesh_of, per_rank):
     mesh = mesh_of(x=2)
     x = operand(2, case.shape, case.dtype)
