@@ -1,6 +1,7 @@
 """pk_jax: multi-GPU collectives for JAX that treat a peer's memory as one more memory level."""
 
 from pk_jax._doctor import doctor as doctor
+from pk_jax._redirect import jax_collectives as jax_collectives
 from pk_jax._registry import last_error as last_error
 from pk_jax.collectives import all_gather as all_gather
 from pk_jax.collectives import all_to_all as all_to_all

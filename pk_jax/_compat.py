@@ -35,20 +35,26 @@ ppermute_p: Any = _parallel.ppermute_p
 ragged_all_to_all_p: Any = _parallel.ragged_all_to_all_p
 
 
-def _new_defaults_state() -> Any:
+# jax.lax's own collectives. pk_jax.jax_collectives() replaces the names in jax.lax, and what stands
+# behind a pk op (its reference, its rules) must not come back to the op.
+parallel: Any = _parallel
+
+
+def _new_state(name: str, default: Any, meaning: str) -> Any:
     # Not string_or_object_state: that one also reads an environment variable of the same name.
     return _jax_config.State(
-        "pk_jax_config",
-        None,
-        "The pk_jax.Config that pk_jax.use_config has set.",
-        include_in_jit_key=True,
-        include_in_trace_context=True,
+        name, default, meaning, include_in_jit_key=True, include_in_trace_context=True
     )
 
 
-# The defaults of use_config: thread-local like every JAX option, and a part of jit's cache key,
-# so that a function traced under one configuration is not reused under another.
-config_state: Any = _new_defaults_state()
+# States are thread-local like every JAX option, and a part of jit's cache key, so that a function
+# traced under one value is not reused under another.
+config_state: Any = _new_state(
+    "pk_jax_config", None, "The pk_jax.Config that pk_jax.use_config has set."
+)
+redirect_state: Any = _new_state(
+    "pk_jax_redirect", False, "Whether pk_jax.jax_collectives holds in this thread."
+)
 
 
 def jaxlib_version() -> tuple[int, ...]:

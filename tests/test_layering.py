@@ -88,7 +88,7 @@ def test_includes_go_one_way():
 def python_layer(module: str) -> int:
     """Returns a module's layer: 0 entry points, 1 API, 2 primitives, 3 their support, 4 _compat."""
     name = module.removeprefix("pk_jax").removeprefix(".").split(".")[0]
-    if name in ("", "__main__", "_doctor", "_bench"):
+    if name in ("", "__main__", "_doctor", "_redirect", "_bench"):
         return 0
     if name == "_primitives":
         return 2

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
@@ -182,7 +181,7 @@ def psum_scatter(
     if not axis_name:
         return x
     if _compat.state_over(x, axis_name, "psum_scatter") == "unreduced":
-        return lax.psum_scatter(
+        return _compat.parallel.psum_scatter(
             x,
             axis_name,
             scatter_dimension=scatter_dimension,

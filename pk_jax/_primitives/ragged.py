@@ -227,7 +227,7 @@ def _composed(*operands: Any, shape: Any = None, **params: Any) -> Any:
 
 
 def _lax(operand: Any, output: Any, *indices: Any, **params: Any) -> Any:
-    return lax.ragged_all_to_all(
+    return _compat.parallel.ragged_all_to_all(
         operand,
         output,
         *_absolute(operand.shape, output.shape, *indices, batch=params["batch"], keep_bad=False),

@@ -9,15 +9,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from pk_jax import _compat
+from pk_jax._compat import parallel
 
 AxisNames = tuple[Hashable, ...]
 Groups = Sequence[Sequence[int]] | None
 
 # These are lax's own, whole.
-psum = lax.psum
-pmax = lax.pmax
-pmin = lax.pmin
-pmean = lax.pmean
+psum = parallel.psum
+pmax = parallel.pmax
+pmin = parallel.pmin
+pmean = parallel.pmean
 
 
 def all_gather(
@@ -32,7 +33,7 @@ def all_gather(
     """The lax.all_gather of one array, along a dimension of the result that is not negative."""
 
     def gather(x: Any) -> Any:
-        return lax.all_gather(
+        return parallel.all_gather(
             x, axis_name, axis_index_groups=axis_index_groups, axis=axis, tiled=tiled, to=to
         )
 
@@ -56,7 +57,7 @@ def all_to_all(
     """The lax.all_to_all of a pytree."""
 
     def exchange(x: Any) -> Any:
-        return lax.all_to_all(
+        return parallel.all_to_all(
             x,
             axis_name,
             split_axis,
@@ -70,7 +71,9 @@ def all_to_all(
 
 def ppermute(x: Any, axis_name: AxisNames, perm: Sequence[tuple[int, int]]) -> Any:
     """The lax.ppermute of a pytree."""
-    return jax.tree.map(functools.partial(_in_bytes, lambda x: lax.ppermute(x, axis_name, perm)), x)
+    return jax.tree.map(
+        functools.partial(_in_bytes, lambda x: parallel.ppermute(x, axis_name, perm)), x
+    )
 
 
 def psum_scatter(
@@ -82,7 +85,7 @@ def psum_scatter(
     tiled: bool = False,
 ) -> Any:
     """The lax.psum_scatter of one array."""
-    return lax.psum_scatter(
+    return parallel.psum_scatter(
         x,
         axis_name,
         scatter_dimension=scatter_dimension,

@@ -172,7 +172,7 @@ def _raise_everywhere(
     # Not only over the op's axes: see ragged_all_to_all.
     everyone = tuple(_compat.bound_axes())
     if everyone:
-        records = lax.all_gather(records, everyone, tiled=True)
+        records = _compat.parallel.all_gather(records, everyone, tiled=True)
     record = records[jnp.argmax(records[:, 0])]
 
     def complain(record: Any) -> Any:
