@@ -7,8 +7,10 @@ the same program and so must come to the same choice.
 """
 
 import dataclasses
+import itertools
 import logging
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +35,9 @@ OPS = (
 )
 CUDA_OPS = tuple(op for op in OPS if op != "ragged_all_to_all")
 
+# The ops that are composed of CUDA inside hosts and jax.lax across.
+HIERARCHICAL_OPS = ("all_gather", "psum", "pmax", "pmin", "pmean", "psum_scatter")
+
 # The ops that do arithmetic. A pmean is a psum.
 _SUMS = ("psum", "pmean", "psum_scatter")
 _REDUCTIONS = (*_SUMS, "pmax", "pmin")
@@ -48,11 +53,11 @@ _GPU_PLATFORMS = ("gpu", "cuda")
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """The path of an op: "cuda" or "reference", and for the latter the reason.
+    """The path of an op, and if it is not "cuda" the reason.
 
     Attributes:
-        path: "cuda" or "reference".
-        reason: why not the other one.
+        path: "cuda", "reference" or "hierarchical".
+        reason: why it is not "cuda".
         level: logging level that the reason deserves: a warning if a change to the machine or to
             its settings would make the op faster.
     """
@@ -170,6 +175,36 @@ def why_not_cuda(groups: Iterable[Sequence[int]], capabilities: Sequence[Capabil
     return None
 
 
+def inner_axes(
+    sizes: Mapping[Any, int], runs: Callable[[tuple[Any, ...]], bool]
+) -> tuple[Any, ...]:
+    """The axes that an op is composed of inside hosts: of those that run, the most ranks.
+
+    Args:
+        sizes: the axes of the op and their sizes, in its order.
+        runs: whether the kernels can serve groups over some of the axes.
+
+    Returns:
+        Some of the axes, in their order; among equal sizes the later ones, whose ranks are
+        neighbours. Empty if nothing can run, or if it is not several axes.
+    """
+    axes = [axis for axis in sizes if sizes[axis] > 1]
+    found: list[tuple[Any, ...]] = []
+    for count in range(1, len(axes)):
+        found += itertools.combinations(axes[::-1], count)
+    found.sort(key=lambda some: -math.prod(sizes[axis] for axis in some))
+    for some in found:
+        if runs(some[::-1]):
+            return some[::-1]
+    return ()
+
+
+def why_hierarchical(axes: Sequence[Any], inner: Sequence[Any], reason: str) -> str:
+    """What to say of an op that is composed, since the kernels cannot serve all its axes."""
+    outer = tuple(axis for axis in axes if axis not in inner)
+    return f"CUDA over {tuple(inner)} and jax.lax over {outer}, since {reason}"
+
+
 def paths(devices: Sequence[Device] | None = None) -> list[Path]:
     """The path each op takes in a group of all the devices (this process's backend by default)."""
     devices = list(devices if devices is not None else jax.devices())
@@ -177,6 +212,9 @@ def paths(devices: Sequence[Device] | None = None) -> list[Path]:
     for op in OPS:
         if devices[0].platform in _GPU_PLATFORMS:
             decision = decide(op, jnp.dtype("float32"), [range(len(devices))], devices)
+            if op in HIERARCHICAL_OPS and _CROSSES_HOSTS in decision.reason:
+                advice = f"{decision.reason}; {_COMPOSED}"
+                decision = dataclasses.replace(decision, reason=advice)
         else:
             decision = Decision("reference", why_platform(op, devices[0].platform))
         rows.append(Path(op, decision.path, decision.reason))
@@ -206,14 +244,21 @@ _logged: set[tuple[str, str]] = set()
 
 
 def log_once(op: str, decision: Decision) -> None:
-    """Logs why an op takes the reference, the first time it does for that reason."""
+    """Logs why an op does not take the kernels alone, the first time for that reason."""
     if (op, decision.reason) not in _logged:
         _logged.add((op, decision.reason))
-        logger.log(decision.level, "%s takes the reference: %s", op, decision.reason)
+        way = {"hierarchical": "the hierarchical path"}.get(decision.path, "the reference")
+        logger.log(decision.level, "%s takes %s: %s", op, way, decision.reason)
 
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _COMPLEX = ("complex64", "complex128")
+
+_CROSSES_HOSTS = "the axis crosses hosts"
+_COMPOSED = (
+    "over a tuple of axes of which some stay inside a host the op is hierarchical, CUDA inside and "
+    "jax.lax across"
+)
 
 _NO_DEVICES = (
     "the CUDA devices are not known here (an AbstractMesh, jax.export or a mesh of other devices); "
@@ -238,7 +283,7 @@ def _why_not_group(members: Sequence[tuple[Any, ...]]) -> str | None:
     for device, process, _ in members:
         if process.host_id != first_process.host_id:
             return (
-                f"the axis crosses hosts: devices {first} (process {first_process.index}) and "
+                f"{_CROSSES_HOSTS}: devices {first} (process {first_process.index}) and "
                 f"{device} (process {process.index}) cannot share memory"
             )
     if len({process.index for _, process, _ in members}) > 1:

@@ -5,6 +5,7 @@ same meaning. What is ours is the lowering. Both are pure, data in and data out,
 may drop, merge and replay them: all ranks run one program and do so alike.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -14,8 +15,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
 from pk_jax import _compat
-from pk_jax._primitives import checks
-from pk_jax._primitives.rules import Rules, choose, define, emit, of_transpose, possible
+from pk_jax._primitives import checks, hierarchical
+from pk_jax._primitives.rules import Rules, choose, define, emit, inside, of_transpose, possible
 from pk_jax._reference import collectives as reference
 from pk_jax._tuning import cost_model
 from pk_jax.config import Config, resolve
@@ -139,6 +140,18 @@ def _all_gather_reference(x: Any, **params: Any) -> Any:
     )
 
 
+def _all_gather_across_hosts(x: Any, *, inner: tuple[Any, ...], **params: Any) -> Any:
+    return hierarchical.all_gather(
+        x,
+        params["axis_name"],
+        inner,
+        axis=params["all_gather_dimension"],
+        tiled=params["tiled"],
+        to=params["to"],
+        gather_inside=functools.partial(all_gather, **inside(params)),
+    )
+
+
 def _all_gather_cuda(ctx: Any, x: Any, *, groups: list[list[int]], **params: Any) -> Any:
     """Emits the custom call: x seen as [outer, inner], the result as [outer, ranks, inner]."""
     (aval,) = ctx.avals_in
@@ -247,6 +260,17 @@ def _psum_scatter_reference(x: Any, **params: Any) -> Any:
     )
 
 
+def _psum_scatter_across_hosts(x: Any, *, inner: tuple[Any, ...], **params: Any) -> Any:
+    return hierarchical.psum_scatter(
+        x,
+        params["axis_name"],
+        inner,
+        scatter_dimension=params["scatter_dimension"],
+        tiled=params["tiled"],
+        scatter_inside=functools.partial(psum_scatter, **inside(params)),
+    )
+
+
 def _psum_scatter_cuda(ctx: Any, x: Any, *, groups: list[list[int]], **params: Any) -> Any:
     """Emits the custom call: x seen as [outer, ranks, inner], the result as [outer, inner]."""
     (aval,) = ctx.avals_in
@@ -275,6 +299,7 @@ define(
         batch=_all_gather_batch,
         reference=_all_gather_reference,
         emit_cuda=_all_gather_cuda,
+        across_hosts=_all_gather_across_hosts,
     ),
 )
 define(
@@ -286,5 +311,6 @@ define(
         batch=_psum_scatter_batch,
         reference=_psum_scatter_reference,
         emit_cuda=_psum_scatter_cuda,
+        across_hosts=_psum_scatter_across_hosts,
     ),
 )

@@ -16,7 +16,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
 from pk_jax import _compat
-from pk_jax._primitives.rules import Rules, choose, define, emit, of_transpose
+from pk_jax._primitives import collectives, hierarchical
+from pk_jax._primitives.rules import Rules, choose, define, emit, inside, of_transpose
 from pk_jax._reference import collectives as reference
 from pk_jax._tuning import cost_model
 from pk_jax.config import Config
@@ -104,6 +105,18 @@ def _reference(x: Any, *, op: str, **params: Any) -> Any:
     return _REFERENCES[op](x, params["axes"], axis_index_groups=params["axis_index_groups"])
 
 
+def _across_hosts(x: Any, *, op: str, inner: tuple[Any, ...], **params: Any) -> Any:
+    return hierarchical.reduce(
+        op,
+        x,
+        params["axes"],
+        inner,
+        reduce_inside=functools.partial(reduce, op, **inside(params)),
+        scatter_inside=functools.partial(collectives.psum_scatter, **inside(params)),
+        gather_inside=functools.partial(collectives.all_gather, **inside(params)),
+    )
+
+
 def _cuda(ctx: Any, x: Any, *, op: str, groups: list[list[int]], **params: Any) -> Any:
     """Emits the custom call; the operand's shape does not matter to it."""
     (aval,) = ctx.avals_in
@@ -130,6 +143,7 @@ for _op, _primitive in _PRIMITIVES.items():
             batch=functools.partial(_batch, op=_op),
             reference=functools.partial(_reference, op=_op),
             emit_cuda=functools.partial(_cuda, op=_op),
+            across_hosts=functools.partial(_across_hosts, op=_op),
             transpose=_psum_transpose if _op == "psum" else None,
         ),
     )

@@ -14,6 +14,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from pk_jax import _compat, _selection
+from pk_jax._primitives import checks
 from pk_jax._tuning import cost_model, hardware
 from pk_jax.config import Config
 
@@ -32,7 +33,8 @@ class Rules(NamedTuple):
         emit_cuda: (ctx, operands, groups, parameters) -> results of the custom call.
         transpose: of a primitive that is linear in its one operand; None if it has no derivative.
         alone: (operand, shape of the result, parameters) -> result in a group of one rank.
-        across_hosts: the op over axes of which some stay inside a host; None if it is not composed.
+        across_hosts: (operand, inner axes, parameters) -> result, where the kernels can serve the
+            inner axes and not all; None if the op cannot be composed so.
     """
 
     op: str
@@ -73,6 +75,13 @@ def lower(ctx: Any, *operands: Any, rules: Rules, **params: Any) -> Any:
             decision = _selection.decide(rules.op, dtype, groups, devices, auto)
             if decision.path == "cuda" and rules.emit_cuda is not None:
                 return rules.emit_cuda(ctx, *operands, groups=groups, **params)
+            if rules.across_hosts is not None and index_groups is None:
+                inner = _axes_inside(ctx, rules.op, dtype, axes)
+                if inner:
+                    why = _selection.why_hierarchical(axes, inner, decision.reason)
+                    _selection.log_once(rules.op, _selection.Decision("hierarchical", why))
+                    rule = functools.partial(rules.across_hosts, inner=inner)
+                    return mlir.lower_fun(rule, multiple_results=False)(ctx, *operands, **params)
         else:
             decision = _selection.Decision(
                 "reference", _selection.why_platform(rules.op, *platforms)
@@ -82,6 +91,23 @@ def lower(ctx: Any, *operands: Any, rules: Rules, **params: Any) -> Any:
             raise NotImplementedError(named + decision.reason)
         _selection.log_once(rules.op, decision)
     return mlir.lower_fun(rules.reference, multiple_results=False)(ctx, *operands, **params)
+
+
+def _axes_inside(ctx: Any, op: str, dtype: Any, axes: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The axes among those of an op over which the kernels can run; none if there are none."""
+    devices, auto = _compat.mesh_devices(ctx), _compat.auto_axes(ctx)
+
+    def runs(some: tuple[Any, ...]) -> bool:
+        groups = _compat.rank_groups(ctx, some, None)
+        return _selection.decide(op, dtype, groups, devices, auto).path == "cuda"
+
+    return _selection.inner_axes({axis: checks.bound_size([axis]) for axis in axes}, runs)
+
+
+def inside(params: dict[str, Any]) -> dict[str, Any]:
+    """What the parts of a composed op inside a host take over from its parameters."""
+    names = ("implementation", "config")
+    return {"axis_index_groups": None} | {name: params[name] for name in names}
 
 
 def choose(ctx: Any, work: cost_model.Work, config: Config) -> cost_model.Choice:
