@@ -5,7 +5,7 @@
 #   ARGS='...'                   more arguments for the program or for pytest
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test tools lint format dev wheel audit pure test-oldest test-newest gpu-test bench clean
+.PHONY: help demo test tools lint format dev wheel audit pure test-oldest test-newest gpu-test fuzz bench clean
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 export PYTHON JAX
@@ -70,6 +70,11 @@ test-newest: ## pytest on the built wheel, newest supported jax, newest Python f
 gpu-test: ## the tests that need GPUs, all of this machine's
 	@gpus=$$(nvidia-smi -L | grep -c '^GPU ') || { echo "make gpu-test needs a machine with NVIDIA GPUs" >&2; exit 1; }; \
 	$(GPU_SETUP) gpu $(IN_PLACE)) && export PK_JAX_REQUIRE_GPUS=$${GPUS:-$$gpus} && $(PYTEST) -m needs_gpus
+
+# GPUS=1: on this machine's GPUs. From an empty folder, like pytest.
+fuzz: ## compare random calls of the collectives with jax.lax: CASES=2000 SEED=0 GPUS=
+	@$(if $(GPUS),$(GPU_SETUP) gpu $(IN_PLACE)),$(SETUP) fuzz)) && root=$$PWD && cd "$$(mktemp -d)" && \
+	PYTHONPATH="$$root/tests" "$$python" -m fuzz --cases $(or $(CASES),2000) --seed $(or $(SEED),0) $(if $(GPUS),--gpus) $(ARGS)
 
 bench: ## check, then time; records go to benchmarks/results/ (OP='psum mixed' for some ops)
 	@$(GPU_SETUP) gpu $(IN_PLACE)) && for op in $(or $(OP),collectives mixed host_cost first_use); do \

@@ -4,6 +4,7 @@
     bootstrap.py dev     .venv: tools, and the package, editable, compiled when its C++ changed
     bootstrap.py demo    .venv (.venvs/demo for another JAX): the package and matplotlib;
                          the same as `gpu` where there is a GPU
+    bootstrap.py fuzz    .venv: the package and hypothesis
     bootstrap.py gpu     .venvs/gpu: the package with its kernels, and the tests' tools;
                          with --in-place into the very Python that runs this file
     bootstrap.py test NAME WHEEL REQUIREMENT...   .venvs/NAME: a wheel and the tests' tools
@@ -168,8 +169,18 @@ def demo(in_place: bool) -> Environment:
     """Sets up what the examples need; without a GPU nothing needs compiling."""
     if has_gpu() or in_place:
         return gpu(in_place)
-    environment = make_venv(ROOT / (".venv" if JAX == OLDEST_JAX else ".venvs/demo"))
-    environment.once("demo", [*JAX, *group("demo"), PYPROJECT["build-system"]["requires"][0]])
+    return pure("demo", JAX)
+
+
+def fuzz() -> Environment:
+    """Sets up what the random tests need on CPU devices: nothing of it is compiled."""
+    return pure("fuzz", OLDEST_JAX)
+
+
+def pure(name: str, jax: list[str]) -> Environment:
+    """Sets up a JAX, a dependency group and the package, without its kernels unless it is there."""
+    environment = make_venv(ROOT / (".venv" if jax == OLDEST_JAX else f".venvs/{name}"))
+    environment.once(name, [*jax, *group(name), PYPROJECT["build-system"]["requires"][0]])
     if not environment.has("pk_jax"):
         environment.install_editable(PK_JAX_PURE_PYTHON="1")
     return environment
@@ -217,7 +228,8 @@ def test(name: str, wheel: str, requirements: list[str]) -> Environment:
     today = datetime.date.today().isoformat()  # a range is resolved again on another day
     fresh = not all("==" in requirement for requirement in requirements)
     try:
-        environment.once(f"packages{today if fresh else ''}", [*requirements, *group("test")])
+        tools = [*group("test"), *group("fuzz")]
+        environment.once(f"packages{today if fresh else ''}", [*requirements, *tools])
     except subprocess.CalledProcessError:
         sys.exit(f"Cannot install {' '.join(requirements)}: see pip's message above.")
     environment.pip("--no-deps", "--force-reinstall", str(Path(wheel).resolve()))
@@ -235,7 +247,7 @@ def main() -> None:
     """Runs one step."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     steps = parser.add_subparsers(dest="step", required=True)
-    for name in ("tools", "dev"):
+    for name in ("tools", "dev", "fuzz"):
         steps.add_parser(name)
     for name in ("demo", "gpu"):
         steps.add_parser(name).add_argument("--in-place", action="store_true")
@@ -249,7 +261,7 @@ def main() -> None:
     elif args.step in ("demo", "gpu"):
         environment = {"demo": demo, "gpu": gpu}[args.step](args.in_place)
     else:
-        environment = {"tools": tools, "dev": dev}[args.step]()
+        environment = {"tools": tools, "dev": dev, "fuzz": fuzz}[args.step]()
     print(environment.python)
 
 
