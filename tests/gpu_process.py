@@ -21,6 +21,9 @@ from jax.sharding import PartitionSpec as P
 SCENARIO, PORT, RANK, SIZE = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 jax.distributed.initialize(f"127.0.0.1:{PORT}", SIZE, RANK, local_device_ids=[RANK])
 
+import op_chains  # noqa: E402
+import rank_models as models  # noqa: E402
+
 import pk_jax as pk  # noqa: E402
 from pk_jax import _ffi  # noqa: E402
 
@@ -71,6 +74,54 @@ def values():
             ours = on_mesh(loop(gather(mechanism)), compiler_options=options)
             theirs = on_mesh(loop(lambda y: lax.all_gather(y, "x")), compiler_options=options)
             check_equal(f"scan {mechanism} {options}", ours, theirs, x)
+
+
+WAYS = ({"ll"}, {"register", "simple"}, {"tma"}, {"two_shot"}, {"copy_engine"})
+
+
+def everywhere(make):
+    """make() by rank, of which each process keeps its own row."""
+    whole = make()
+    return jax.make_array_from_callback(
+        whole.shape, NamedSharding(MESH, P("x")), lambda index: whole[index]
+    )
+
+
+def collectives():
+    """All ops by all ways: values as lax's, sums in rank order, scans with and without graphs."""
+    kernels = op_chains.ours("cuda")
+
+    def integers(seed, columns):
+        rng = np.random.default_rng(seed)
+        return everywhere(lambda: models.bits(rng, (SIZE, 4 * SIZE, columns * SIZE), "int32"))
+
+    theirs = on_mesh(lambda x: op_chains.chain(op_chains.theirs, x, 2))
+    for columns in (1, 6, 4001, 200_000):
+        for first in range(0, len(WAYS), 2):
+            ours = on_mesh(lambda x: op_chains.chain(kernels, x, 2))
+            with models.forced(*WAYS[first:], *WAYS[:first]):
+                check_equal(f"{columns} {first}", ours, theirs, integers(first, columns))
+
+    rng = np.random.default_rng(0)
+    for dtype in ("float32", "bfloat16"):
+        x = models.normal(rng, (SIZE, 3, 50_001), dtype)
+        reduced = on_mesh(lambda x: [kernels("psum")(x, "x") for _ in range(3)])
+        with models.forced({"ll"}, {"one_shot", "simple"}, {"two_shot"}):
+            results = reduced(everywhere(lambda x=x: x))
+        for result in results:
+            models.same_bits(np.asarray(result.addressable_data(0))[0], models.total(x), dtype)
+
+    steps = everywhere(lambda: np.tile(np.arange(300, dtype=np.int32), (SIZE, 1)))
+    for options in (None, {"xla_gpu_enable_command_buffer": ""}):
+        for rows, columns in ((1, 8), (16, 512)):
+            counted = on_mesh(
+                lambda s, size=(rows, columns): op_chains.count_errors(kernels, s, *size),
+                compiler_options=options,
+            )
+            with models.forced(*WAYS):
+                errors = np.asarray(counted(steps).addressable_data(0))
+            np.testing.assert_array_equal(errors, np.zeros_like(errors), err_msg=f"{options}")
+    print("communicators:", _ffi.communicators())
 
 
 def open_descriptors():
@@ -141,5 +192,6 @@ def late():
 
 
 if __name__ == "__main__":
-    {"values": values, "leaks": leaks, "killed": killed, "late": late}[SCENARIO]()
+    scenarios = (values, collectives, leaks, killed, late)
+    {scenario.__name__: scenario for scenario in scenarios}[SCENARIO]()
     print("done", flush=True)
