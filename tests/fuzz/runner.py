@@ -17,7 +17,7 @@ import pk_jax as pk
 
 from . import compare, known
 from .build import Side, lowered
-from .cases import Program
+from .cases import OPS, Program
 from .operands import operands
 
 HANGS_AFTER_S = 60.0
@@ -43,14 +43,18 @@ class Report:
 
     Attributes:
         differences: what is wrong.
-        counts: cases compared, by "op", and by what was compared: "results", "errors", "known",
-            "skipped" (lax's own limits).
+        counts: cases, by op and by what was compared: "errors", "types" or "results"; "known" are
+            differences with a reason.
         calls: custom calls of pk_jax that were compiled, by op.
     """
 
     differences: list[Difference] = dataclasses.field(default_factory=list)
     counts: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     calls: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+
+    @property
+    def num_cases(self) -> int:
+        return sum(self.counts[op] for op in OPS)
 
     def add(self, other: "Report") -> None:
         self.differences += other.differences
@@ -139,7 +143,7 @@ def _judge(
         text = compare.results_differ(
             program, case, arrays[i], theirs.results.get(i), ours.results[i], strict
         )
-    if text is not None and known.reason(case, theirs, ours, i):
+    if text is not None and known.reason(program, case, theirs, ours, i):
         return None, "known"
     return text, what
 

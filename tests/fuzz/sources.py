@@ -1,11 +1,12 @@
 """The two ways to drive the runner."""
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from . import generate, runner
-from .cases import OPS as OPS
 from .cases import Program
 from .draws import HypothesisDraw, RandomDraw
 from .generate import Machine
@@ -59,6 +60,7 @@ def run_hypothesis(
     *,
     size: int = CASES_PER_PROGRAM,
     shrink: bool = True,
+    progress: Callable[[Report], None] = lambda report: None,
 ) -> Report:
     """Compares programs drawn by hypothesis, which shrinks the first that fails.
 
@@ -68,12 +70,17 @@ def run_hypothesis(
         devices: the mesh is made of these.
         size: cases of a program.
         shrink: whether to look for a simpler program that fails, which takes minutes.
+        progress: called after each program.
 
     Raises:
         AssertionError: a difference, with what reproduces it.
     """
     import hypothesis
+    import hypothesis.configuration
     from hypothesis import strategies as st
+
+    # Not a folder in the checkout for what it remembers of the sources.
+    hypothesis.configuration.set_hypothesis_home_dir(Path(tempfile.gettempdir()) / "hypothesis")
 
     machine, total = machine_of(devices), Report()
     phases = [hypothesis.Phase.generate, *([hypothesis.Phase.shrink] if shrink else [])]
@@ -95,6 +102,7 @@ def run_hypothesis(
     def compare(program):
         report = runner.check(program, devices)
         total.add(report)
+        progress(total)
         assert not report.differences, "\n".join(map(str, report.differences))
 
     test = compare if seed is None else hypothesis.seed(seed)(compare)
