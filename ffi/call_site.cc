@@ -1,6 +1,7 @@
 #include "ffi/call_site.h"
 
 #include <algorithm>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
@@ -80,7 +81,7 @@ Communicator& build(const CallSite& site, Communicator* communicator, cudaStream
     std::unique_lock lock(process().mutex);
     process().communicators[{site.groups, device}] = std::move(made);
   }
-  communicator->prepare_channel(exchange, site.channel, site.needs_landing, stream);
+  communicator->prepare_channel(exchange, site.channel, site.needs_landing(), stream);
   return *communicator;
 }
 
@@ -131,12 +132,25 @@ Communicator& CallSite::communicator(int device) const {
   return *found;
 }
 
+std::vector<CommunicatorInfo> communicators() {
+  std::shared_lock lock(process().mutex);
+  std::vector<CommunicatorInfo> all;
+  for (const auto& [key, c] : process().communicators) {
+    all.push_back({c->device(), c->rank(), c->num_ranks(), c->num_processes(), c->workspace_bytes(),
+                   c->launches()});
+  }
+  return all;
+}
+
+namespace {
+
 // The request is repeated in every run although the communicator is long known. It is XLA's promise
 // that no device executes this run before all of them are ready to: without it one GPU could spin
 // for a peer whose thread is still allocating or loading, which CUDA may hold up until the GPUs are
 // idle.
-xla::ffi::Error prepare(const CallSite& site, xla::ffi::RunId run, int device,
-                        const xla::ffi::Context& context) {
+xla::ffi::Error prepare(CallSite* call_site, xla::ffi::RunId run, int32_t device,
+                        xla::ffi::Context context) {
+  const CallSite& site = *call_site;
   struct Asked {
     int64_t run = -1;
     int device = -1;
@@ -161,8 +175,16 @@ xla::ffi::Error prepare(const CallSite& site, xla::ffi::RunId run, int device,
   return failed.failure() ? failed : requested;
 }
 
-xla::ffi::Error initialize(CallSite& site, cudaStream_t stream, int device,
-                           const xla::ffi::Context& context, const std::function<void*()>& buffer) {
+xla::ffi::Error initialize(CallSite* call_site, cudaStream_t stream, int32_t device,
+                           xla::ffi::Context context, xla::ffi::RemainingRets results) {
+  CallSite& site = *call_site;
+  // Any buffer of XLA's heap.
+  const auto buffer = [&]() -> void* {
+    auto result = results.get<xla::ffi::AnyBuffer>(0);
+    if (!result.has_value())
+      throw Error("Initialize got no result buffer: " + result.error().message());
+    return (*result)->untyped_data();
+  };
   if (device < 0 || device >= kMaxLocalDevices) {
     return xla::ffi::Error::Internal("pk_jax: device ordinal " + std::to_string(device) +
                                      " is out of range");
@@ -170,7 +192,7 @@ xla::ffi::Error initialize(CallSite& site, cudaStream_t stream, int device,
   if (site.ready[device].load(std::memory_order_relaxed)) return xla::ffi::Error::Success();
   return guarded(site.op, [&] {
     Communicator* communicator = find(site.groups, device);
-    if (!communicator || !communicator->has_channel(site.channel, site.needs_landing)) {
+    if (!communicator || !communicator->has_channel(site.channel, site.needs_landing())) {
       refuse_if_broken(site.groups, device);
       try {
         communicator = &build(site, communicator, stream, device, context, buffer);
@@ -184,14 +206,30 @@ xla::ffi::Error initialize(CallSite& site, cudaStream_t stream, int device,
   });
 }
 
-std::vector<CommunicatorInfo> communicators() {
-  std::shared_lock lock(process().mutex);
-  std::vector<CommunicatorInfo> all;
-  for (const auto& [key, c] : process().communicators) {
-    all.push_back({c->device(), c->rank(), c->num_ranks(), c->num_processes(), c->workspace_bytes(),
-                   c->launches()});
-  }
-  return all;
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(pk_call_site_prepare, prepare,
+                              xla::ffi::Ffi::BindPrepare()
+                                  .Ctx<xla::ffi::State<CallSite>>()
+                                  .Ctx<xla::ffi::RunId>()
+                                  .Ctx<xla::ffi::DeviceOrdinal>()
+                                  .Ctx<xla::ffi::Context>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(pk_call_site_initialize, initialize,
+                              xla::ffi::Ffi::BindInitialize()
+                                  .Ctx<xla::ffi::State<CallSite>>()
+                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<xla::ffi::DeviceOrdinal>()
+                                  .Ctx<xla::ffi::Context>()
+                                  .RemainingRets());
+
+xla::ffi::TypeId CallSite::id = {};
+
+XLA_FFI_TypeId* call_site_type_id() { return &CallSite::id; }
+
+const XLA_FFI_TypeInfo* call_site_type_info() {
+  static const XLA_FFI_TypeInfo info = xla::ffi::MakeTypeInfo<CallSite>();
+  return &info;
 }
 
 }  // namespace pk

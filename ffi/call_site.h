@@ -11,11 +11,11 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <string>
 #include <vector>
 
+#include "mechanism/mechanism.h"
 #include "runtime/communicator.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -40,27 +40,39 @@ struct Groups {
 // Global device ids of this process by local ordinal; told by Python before the first lowering.
 void set_local_devices(const std::map<int, int64_t>& global_id_of);
 
+// The knobs of one call, as attributes say them.
+struct Plan {
+  Mechanism mechanism = Mechanism::kRegister;
+  Protocol protocol = Protocol::kSimple;
+  int num_blocks = 0;
+};
+
+// What all ops have; each derives its own with what else it needs.
 struct CallSite {
-  const char* op;
-  const Groups* groups;
-  int channel;
-  bool needs_landing;
+  const char* op = "";
+  const Groups* groups = nullptr;
+  int channel = 0;
+  Plan plan;
   std::array<std::atomic<Communicator*>, kMaxLocalDevices>
       ready{};  // set once the channel can run on that device
 
+  virtual ~CallSite() = default;
+  bool needs_landing() const { return plan.mechanism == Mechanism::kCopyEngine; }
+  int num_ranks() const { return static_cast<int>(groups->logical[0].size()); }
   // Throws Error when execution is asked for on a device that Initialize has not seen.
   Communicator& communicator(int device) const;
+
+  static xla::ffi::TypeId id;
 };
 
-// Prepare: tells XLA that the group's communicator will be needed (which also takes its lock on
-// concurrent programs), once a run.
-xla::ffi::Error prepare(const CallSite& site, xla::ffi::RunId run, int device,
-                        const xla::ffi::Context& context);
+XLA_FFI_TypeId* call_site_type_id();
+const XLA_FFI_TypeInfo* call_site_type_info();
 
-// Initialize: builds the communicator of the group the first time, and grows it for this call site.
-// `buffer` returns any device buffer of the call.
-xla::ffi::Error initialize(CallSite& site, cudaStream_t stream, int device,
-                           const xla::ffi::Context& context, const std::function<void*()>& buffer);
+// The stages that are the same for every op. Prepare tells XLA that the group's communicator will
+// be needed (which also takes its lock on concurrent programs), once a run. Initialize builds the
+// communicator the first time, and grows it for this call site.
+extern "C" XLA_FFI_Error* pk_call_site_prepare(XLA_FFI_CallFrame* frame);
+extern "C" XLA_FFI_Error* pk_call_site_initialize(XLA_FFI_CallFrame* frame);
 
 struct CommunicatorInfo {
   int device, rank, num_ranks, num_processes;

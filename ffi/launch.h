@@ -1,32 +1,86 @@
-// Which kernels a mechanism and a protocol mean, for the XLA handler and the test harness alike.
+// From a plan to kernels, for the XLA handlers and the test harness alike: publishes what peers
+// will write into, and launches.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
-#include <string>
-
+#include "ffi/call_site.h"
 #include "kernels/all_gather.h"
 #include "kernels/all_gather_copy_engine.h"
+#include "kernels/all_to_all.h"
+#include "kernels/ppermute.h"
+#include "kernels/ragged_all_to_all.h"
+#include "kernels/reduce.h"
 #include "runtime/check.h"
 #include "runtime/communicator.h"
 
 namespace pk {
 
-// Fills in what the communicator knows and launches. `result_bytes` is the size of args.result.
-inline void run_all_gather(Communicator& communicator, AllGatherArgs args, size_t result_bytes,
-                           Mechanism mechanism, Protocol protocol, cudaStream_t stream) {
+// Every rank's [rows, inner] bytes into every result.
+inline void run_all_gather(Communicator& communicator, PushArgs args, size_t result_bytes,
+                           const Plan& plan, cudaStream_t stream) {
   communicator.count_launch();
-  if (mechanism == Mechanism::kCopyEngine) {
+  if (plan.mechanism == Mechanism::kCopyEngine) {
     check(launch_all_gather_copy_engine(communicator.view(), args, communicator.copy_engine(),
                                         communicator.landing(args.channel), stream),
           "launch (copy engine)");
     return;
   }
   // Low-latency words find their own way through the mailbox; nothing is published.
-  if (protocol == Protocol::kSimple) {
-    args.published = communicator.publish(args.result, result_bytes);
+  if (plan.protocol == Protocol::kSimple) {
+    args.result.offset = communicator.publish(args.result.address, result_bytes);
   }
-  check(launch_all_gather(communicator.view(), args, mechanism, protocol, stream), "launch");
+  check(launch_all_gather(communicator.view(), args, plan.mechanism, plan.protocol, stream),
+        "launch");
+}
+
+inline void run_all_to_all(Communicator& communicator, PushArgs args, int64_t batch,
+                           bool split_first, size_t result_bytes, const Plan& plan,
+                           cudaStream_t stream) {
+  communicator.count_launch();
+  if (plan.protocol == Protocol::kSimple) {
+    args.result.offset = communicator.publish(args.result.address, result_bytes);
+  }
+  check(launch_all_to_all(communicator.view(), args, batch, split_first, plan.mechanism,
+                          plan.protocol, stream),
+        "launch");
+}
+
+inline void run_ppermute(Communicator& communicator, PushArgs args,
+                         const Destinations& destinations, size_t result_bytes, const Plan& plan,
+                         cudaStream_t stream) {
+  communicator.count_launch();
+  if (plan.protocol == Protocol::kSimple) {
+    args.result.offset = communicator.publish(args.result.address, result_bytes);
+  }
+  check(launch_ppermute(communicator.view(), args, destinations, plan.mechanism, plan.protocol,
+                        stream),
+        "launch");
+}
+
+inline void run_ragged_all_to_all(Communicator& communicator, RaggedArgs args, size_t result_bytes,
+                                  cudaStream_t stream) {
+  communicator.count_launch();
+  args.result.offset = communicator.publish(args.result.address, result_bytes);
+  check(launch_ragged_all_to_all(communicator.view(), args, stream), "launch");
+}
+
+// The scratch must have room for a slot of every peer; the low-latency protocol needs none.
+inline void run_reduce(Communicator& communicator, ReduceArgs args, size_t result_bytes,
+                       size_t scratch_bytes, const Plan& plan, cudaStream_t stream) {
+  communicator.count_launch();
+  if (plan.mechanism != Mechanism::kRegister) throw Error("sums go by registers only");
+  if (plan.protocol == Protocol::kSimple) {
+    const size_t needed = (communicator.num_ranks() - 1) * scratch_slot(args.rows * args.inner);
+    if (scratch_bytes < needed) {
+      throw Error("scratch of " + std::to_string(scratch_bytes) + " bytes; " +
+                  std::to_string(needed) + " are needed");
+    }
+    args.scratch.offset = communicator.publish(args.scratch.address, scratch_bytes);
+    if (args.pattern == Pattern::kTwoShot)
+      args.result.offset = communicator.publish(args.result.address, result_bytes);
+  }
+  check(launch_reduce(communicator.view(), args, plan.protocol, stream), "launch");
 }
 
 }  // namespace pk

@@ -2,12 +2,10 @@
 // test harness. No JAX import here.
 #include <cuda_runtime_api.h>
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
 
@@ -16,14 +14,12 @@
 #include <map>
 #include <optional>
 #include <string>
-#include <tuple>
 #include <vector>
 
-#include "ffi/all_gather.h"
 #include "ffi/call_site.h"
-#include "ffi/names.h"
+#include "ffi/collectives.h"
 #include "ffi/noop.h"
-#include "ffi/virtual_ranks.h"
+#include "ffi/virtual_ranks_python.h"
 #include "mechanism/copy_engine.h"
 #include "runtime/error_log.h"
 #include "runtime/process.h"
@@ -45,26 +41,35 @@ std::string version(int cuda_version) {
 }
 
 nb::dict handlers() {
-  nb::dict all_gather;
-  all_gather["instantiate"] = handler(pk::pk_all_gather_instantiate);
-  all_gather["prepare"] = handler(pk::pk_all_gather_prepare);
-  all_gather["initialize"] = handler(pk::pk_all_gather_initialize);
-  all_gather["execute"] = handler(pk::pk_all_gather_execute);
+  nb::dict all;
+  const auto collective = [&](const char* target, auto instantiate, auto execute) {
+    nb::dict stages;
+    stages["instantiate"] = handler(instantiate);
+    stages["prepare"] = handler(pk::pk_call_site_prepare);
+    stages["initialize"] = handler(pk::pk_call_site_initialize);
+    stages["execute"] = handler(execute);
+    all[target] = stages;
+  };
+  collective("pk_jax_all_gather", pk::pk_all_gather_instantiate, pk::pk_all_gather_execute);
+  collective("pk_jax_all_to_all", pk::pk_all_to_all_instantiate, pk::pk_all_to_all_execute);
+  collective("pk_jax_ppermute", pk::pk_ppermute_instantiate, pk::pk_ppermute_execute);
+  collective("pk_jax_psum", pk::pk_psum_instantiate, pk::pk_psum_execute);
+  collective("pk_jax_psum_scatter", pk::pk_psum_scatter_instantiate, pk::pk_psum_scatter_execute);
+  collective("pk_jax_ragged_all_to_all", pk::pk_ragged_all_to_all_instantiate,
+             pk::pk_ragged_all_to_all_execute);
   nb::dict noop;
   noop["execute"] = handler(pk::pk_noop_execute);
-  nb::dict all;
-  all["pk_jax_all_gather"] = all_gather;
   all["pk_jax_noop"] = noop;
   return all;
 }
 
 nb::dict types() {
   nb::dict site;
-  site["type_id"] = nb::capsule(static_cast<void*>(pk::all_gather_site_type_id()));
+  site["type_id"] = nb::capsule(static_cast<void*>(pk::call_site_type_id()));
   site["type_info"] =
-      nb::capsule(const_cast<void*>(static_cast<const void*>(pk::all_gather_site_type_info())));
+      nb::capsule(const_cast<void*>(static_cast<const void*>(pk::call_site_type_info())));
   nb::dict all;
-  all["pk_jax_all_gather_site"] = site;
+  all["pk_jax_call_site"] = site;
   return all;
 }
 
@@ -77,7 +82,10 @@ nb::dict build_info() {
   nb::dict limits;  // what pk_jax/ repeats, for a test to compare
   limits["ranks"] = pk::kMaxRanks;
   limits["channels"] = pk::kNumChannels;
-  limits["ll_bytes"] = pk::kLowLatencyBytes;
+  nb::list ll_bytes;  // [num_ranks]
+  for (int ranks = 0; ranks <= pk::kMaxRanks; ++ranks)
+    ll_bytes.append(ranks == 0 ? 0 : pk::low_latency_bytes(ranks));
+  limits["ll_bytes"] = ll_bytes;
   limits["blocks"] = pk::kMaxBlocks;
   limits["chunks"] = pk::kChunks;
   limits["chunk_bytes_min"] = pk::kLeastChunkBytes;
@@ -133,34 +141,6 @@ nb::list communicators() {
     all.append(one);
   }
   return all;
-}
-
-using Operands = nb::ndarray<const uint8_t, nb::shape<-1, -1, -1>, nb::c_contig, nb::device::cpu>;
-using Results = nb::ndarray<uint8_t, nb::shape<-1, -1, -1>, nb::c_contig, nb::device::cpu>;
-
-using PlanWords = std::tuple<std::string, std::string, std::vector<int>>;
-
-void virtual_all_gather(pk::VirtualRanks& ranks, Operands operands, Results results,
-                        const std::vector<PlanWords>& words, int64_t rows, int channel, int offset,
-                        const std::vector<int>& absent) {
-  const auto n = static_cast<size_t>(ranks.num_ranks());
-  if (operands.shape(1) != n || results.shape(0) != operands.shape(0) || results.shape(1) != n ||
-      results.shape(2) != n * operands.shape(2)) {
-    throw nb::value_error(
-        "operands must be [calls, ranks, bytes] and results [calls, ranks, ranks * bytes]");
-  }
-  std::vector<pk::VirtualRanks::Plan> plans;
-  for (const auto& [mechanism, protocol, num_blocks] : words) {
-    plans.push_back({pk::mechanism_from(mechanism), pk::protocol_from(protocol), num_blocks});
-  }
-  std::string error;
-  {
-    nb::gil_scoped_release release;
-    error = ranks.all_gather(operands.data(), results.data(), static_cast<int>(operands.shape(0)),
-                             static_cast<int64_t>(operands.shape(2)), rows, plans, channel, offset,
-                             absent);
-  }
-  if (!error.empty()) throw std::runtime_error(error);
 }
 
 // An Exchange whose all_gather is a Python function from bytes to the list of all ranks' bytes.
@@ -223,15 +203,7 @@ NB_MODULE(_ffi, m) {
   m.def("last_error", &pk::error_text,
         "Text of the device error record, None if no kernel has given up.");
   m.def("communicators", &communicators, "The communicators that are alive.");
-  nb::class_<pk::VirtualRanks>(m, "VirtualRanks",
-                               "Test harness: ranks as streams on the GPUs present.")
-      .def(nb::init<int, std::vector<int>, double>(), nb::arg("num_ranks"), nb::arg("devices"),
-           nb::arg("timeout_s") = 20.0)
-      .def_prop_ro("num_ranks", &pk::VirtualRanks::num_ranks)
-      .def("all_gather", &virtual_all_gather, nb::arg("operands"), nb::arg("results"),
-           nb::arg("plans"), nb::arg("rows") = 1, nb::arg("channel") = 0, nb::arg("offset") = 0,
-           nb::arg("absent") = std::vector<int>{},
-           "plans: (mechanism, protocol, blocks a rank) of each call in turn.");
+  pk::bind_virtual_ranks(m);
   m.def("exchange_descriptors", &exchange_descriptors, nb::arg("all_gather"), nb::arg("rank"),
         nb::arg("num_ranks"), nb::arg("fd"),
         "Hands fd to every other process and returns theirs (-1 for this process), for tests.");

@@ -4,6 +4,7 @@
 #include <string>
 #include <string_view>
 
+#include "kernels/reduce.h"
 #include "mechanism/mechanism.h"
 #include "runtime/check.h"
 
@@ -21,6 +22,20 @@ inline Protocol protocol_from(std::string_view name) {
   if (name == "simple") return Protocol::kSimple;
   if (name == "ll") return Protocol::kLowLatency;
   throw Error("protocol must be \"simple\" or \"ll\", not \"" + std::string(name) + "\"");
+}
+
+inline Reduction reduction_from(std::string_view name) {
+  if (name == "sum") return Reduction::kSum;
+  if (name == "max") return Reduction::kMax;
+  if (name == "min") return Reduction::kMin;
+  throw Error("reduction must be \"sum\", \"max\" or \"min\", not \"" + std::string(name) + "\"");
+}
+
+inline Pattern pattern_from(std::string_view algorithm) {
+  if (algorithm == "one_shot") return Pattern::kOneShot;
+  if (algorithm == "two_shot") return Pattern::kTwoShot;
+  throw Error("algorithm must be \"one_shot\" or \"two_shot\", not \"" + std::string(algorithm) +
+              "\"");
 }
 
 }  // namespace pk

@@ -6,7 +6,6 @@
 #include <exception>
 #include <thread>
 
-#include "ffi/launch.h"
 #include "runtime/check.h"
 #include "runtime/error_log.h"
 
@@ -112,59 +111,54 @@ VirtualRanks::~VirtualRanks() {
   }
 }
 
-std::string VirtualRanks::all_gather(const uint8_t* operands, uint8_t* results, int calls,
-                                     int64_t bytes, int64_t rows, const std::vector<Plan>& plans,
-                                     int channel, int offset, const std::vector<int>& absent) {
-  const bool landing = std::any_of(plans.begin(), plans.end(), [](const Plan& plan) {
-    return plan.mechanism == Mechanism::kCopyEngine;
-  });
-  if (plans.empty()) throw Error("all_gather needs at least one plan");
-  const int64_t out_bytes = bytes * num_ranks();
-  if (rows < 1 || bytes < 1 || bytes % rows != 0)
-    throw Error("bytes must be a positive multiple of rows");
+std::string VirtualRanks::run(const Calls& calls, const uint8_t* operands, uint8_t* results,
+                              const Launch& launch) {
+  if (calls.operand_bytes < 1 || calls.result_bytes < 1) throw Error("nothing to move");
   on_every_rank([&](Exchange& exchange, Rank& rank) {
-    if (!rank.communicator->has_channel(channel, landing))
-      rank.communicator->prepare_channel(exchange, channel, landing, rank.stream);
+    if (!rank.communicator->has_channel(calls.channel, calls.needs_landing))
+      rank.communicator->prepare_channel(exchange, calls.channel, calls.needs_landing, rank.stream);
   });
-  std::vector<DeviceBuffer> sources, outputs;
+  // One buffer of each kind a rank, cut into calls: 256-byte aligned like XLA's own buffers.
+  const auto stride = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
+  std::vector<DeviceBuffer> sources, outputs, scratches;
   for (int r = 0; r < num_ranks(); ++r) {
-    sources.emplace_back(ranks_[r].device, calls * (bytes + 256) + offset);
-    outputs.emplace_back(ranks_[r].device, calls * (out_bytes + 256) + offset);
+    const int device = ranks_[r].device;
+    sources.emplace_back(device, calls.count * stride(calls.operand_bytes) + calls.offset);
+    outputs.emplace_back(device, calls.count * stride(calls.result_bytes) + calls.offset);
+    scratches.emplace_back(device, calls.count * stride(calls.scratch_bytes) + 1);
   }
-  // 256-byte aligned like XLA's own buffers, then off by `offset`.
   const auto source = [&](int r, int call) {
-    return sources[r].get() + call * ((bytes + 255) / 256 * 256) + offset;
+    return sources[r].get() + call * stride(calls.operand_bytes) + calls.offset;
   };
   const auto output = [&](int r, int call) {
-    return outputs[r].get() + call * ((out_bytes + 255) / 256 * 256) + offset;
+    return outputs[r].get() + call * stride(calls.result_bytes) + calls.offset;
+  };
+  const auto at = [&](int call, int r, int64_t bytes) {
+    return (static_cast<int64_t>(call) * num_ranks() + r) * bytes;
   };
   for (int r = 0; r < num_ranks(); ++r) {
     check(cudaSetDevice(ranks_[r].device), "cudaSetDevice");
-    for (int call = 0; call < calls; ++call) {
-      check(cudaMemcpy(source(r, call),
-                       operands + (static_cast<int64_t>(call) * num_ranks() + r) * bytes, bytes,
-                       cudaMemcpyHostToDevice),
+    check(cudaMemset(scratches[r].get(), 0xa5, calls.count * stride(calls.scratch_bytes) + 1),
+          "cudaMemset");
+    for (int call = 0; call < calls.count; ++call) {
+      check(cudaMemcpy(source(r, call), operands + at(call, r, calls.operand_bytes),
+                       calls.operand_bytes, cudaMemcpyHostToDevice),
             "cudaMemcpy");
-      check(cudaMemset(output(r, call), 0xa5, out_bytes), "cudaMemset");
+      check(cudaMemcpy(output(r, call), results + at(call, r, calls.result_bytes),
+                       calls.result_bytes, cudaMemcpyHostToDevice),
+            "cudaMemcpy");
     }
     check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   }
   // A thread a rank, as XLA does it: no rank's launches wait for another's.
   on_every_rank([&](Exchange& exchange, Rank& rank) {
     const int r = exchange.rank();
-    if (std::find(absent.begin(), absent.end(), r) != absent.end()) return;
-    Communicator& communicator = *rank.communicator;
-    for (int call = 0; call < calls; ++call) {
-      AllGatherArgs args{};
-      args.source = source(r, call);
-      args.result = output(r, call);
-      args.rows = rows;
-      args.inner = bytes / rows;
-      args.channel = channel;
-      args.num_sms = std::max(1, communicator.num_sms() / num_ranks());
-      const Plan& plan = plans[call % plans.size()];
-      if (!plan.num_blocks.empty()) args.num_blocks = plan.num_blocks[r % plan.num_blocks.size()];
-      run_all_gather(communicator, args, out_bytes, plan.mechanism, plan.protocol, rank.stream);
+    if (std::find(calls.absent.begin(), calls.absent.end(), r) != calls.absent.end()) return;
+    for (int call = 0; call < calls.count; ++call) {
+      launch(*rank.communicator, call,
+             {source(r, call), output(r, call),
+              scratches[r].get() + call * stride(calls.scratch_bytes),
+              std::max(1, rank.communicator->num_sms() / num_ranks()), rank.stream});
     }
   });
   for (Rank& rank : ranks_) {
@@ -174,9 +168,9 @@ std::string VirtualRanks::all_gather(const uint8_t* operands, uint8_t* results, 
   }
   for (int r = 0; r < num_ranks(); ++r) {
     check(cudaSetDevice(ranks_[r].device), "cudaSetDevice");
-    for (int call = 0; call < calls; ++call) {
-      check(cudaMemcpy(results + (static_cast<int64_t>(call) * num_ranks() + r) * out_bytes,
-                       output(r, call), out_bytes, cudaMemcpyDeviceToHost),
+    for (int call = 0; call < calls.count; ++call) {
+      check(cudaMemcpy(results + at(call, r, calls.result_bytes), output(r, call),
+                       calls.result_bytes, cudaMemcpyDeviceToHost),
             "cudaMemcpy");
     }
   }

@@ -8,11 +8,11 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "mechanism/mechanism.h"
 #include "runtime/communicator.h"
 
 namespace pk {
@@ -27,21 +27,32 @@ class VirtualRanks {
 
   int num_ranks() const { return static_cast<int>(ranks_.size()); }
 
-  // How one call is made; blocks of rank r are num_blocks[r % size].
-  struct Plan {
-    Mechanism mechanism;
-    Protocol protocol;
-    std::vector<int> num_blocks;
+  // The buffers of one rank in one call; `num_sms` is its share of the GPU's.
+  struct Buffers {
+    const char* source;
+    char* result;
+    char* scratch;
+    int num_sms;
+    cudaStream_t stream;
+  };
+  using Launch = std::function<void(Communicator&, int call, const Buffers&)>;
+
+  struct Calls {
+    int count;
+    int64_t operand_bytes;  // of one rank in one call, like the others
+    int64_t result_bytes;
+    int64_t scratch_bytes;
+    int channel;
+    bool needs_landing;
+    int offset;               // moves operands and results off their alignment
+    std::vector<int> absent;  // these ranks take no part
   };
 
-  // `calls` all_gathers in a row on one channel, call c by plans[c % size], enqueued on all ranks
-  // before any result is looked at. operands: [calls, num_ranks, bytes]; results: [calls,
-  // num_ranks, num_ranks * bytes], poisoned first. `offset` moves the device buffers off their
-  // alignment. Ranks named in `absent` take no part. Returns the error text if the ranks did not
-  // finish.
-  std::string all_gather(const uint8_t* operands, uint8_t* results, int calls, int64_t bytes,
-                         int64_t rows, const std::vector<Plan>& plans, int channel, int offset,
-                         const std::vector<int>& absent);
+  // Calls in a row on one channel, enqueued on all ranks before any result is looked at. operands:
+  // [count, num_ranks, operand_bytes]; results: [count, num_ranks, result_bytes], which the device
+  // buffers start with. Returns the error text if the ranks did not finish.
+  std::string run(const Calls& calls, const uint8_t* operands, uint8_t* results,
+                  const Launch& launch);
 
  private:
   struct Rank {

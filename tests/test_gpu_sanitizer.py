@@ -30,6 +30,29 @@ PROGRAM = """
         ranks.all_gather(operands, results, [(mechanism, protocol, [])], rows=rows)
         parts = operands.reshape(2, 2, rows, -1).transpose(0, 2, 1, 3).reshape(2, 1, -1)
         assert (results == parts).all(), (mechanism, protocol)
+    for mechanism, protocol in (("register", "ll"), ("register", "simple"), ("tma", "simple")):
+        plans = [(mechanism, protocol, [])]
+        operands = np.random.default_rng(1).integers(0, 256, (2, 2, 96_000), dtype=np.uint8)
+        results = np.zeros_like(operands)
+        ranks.all_to_all(operands, results, plans, batch=5, rows=100, split_first=True)
+        want = operands.reshape(2, 2, 5, 2, 100, 96).transpose(0, 3, 2, 4, 1, 5)
+        assert (results == want.reshape(2, 2, -1)).all(), ("all_to_all", mechanism, protocol)
+        ranks.ppermute(operands, results, plans, destinations=[1, -1])
+        assert (results[:, 1] == operands[:, 0]).all() and not results[:, 0].any()
+    values = np.random.default_rng(2).normal(size=(2, 2, 30_001)).astype(np.float32)
+    total = values.sum(1, keepdims=True)
+    for protocol, algorithm in (("ll", "one_shot"), ("simple", "one_shot"), ("simple", "two_shot")):
+        results = np.zeros_like(values)
+        raw = [array.view(np.uint8) for array in (values, results)]
+        ranks.reduce(*raw, [("register", protocol, [])], "float32", "sum", algorithm)
+        assert (results == total).all(), ("psum", protocol, algorithm)
+    index = np.array([[0, 50], [40, 60], [100, 0]], np.int32)  # input offsets, sizes, targets
+    data = np.random.default_rng(3).integers(0, 256, (1, 2, 200 * 48), dtype=np.uint8)
+    tail = np.broadcast_to(index.view(np.uint8).reshape(1, 1, -1), (1, 2, 24))
+    results = np.zeros((1, 2, 200 * 48), np.uint8)
+    operands = np.concatenate([data, tail], axis=2)
+    ranks.ragged_all_to_all(operands, results, [("register", "simple", [])], 48, 2)
+    assert (results.reshape(2, 200, 48)[0, 100:140] == data.reshape(2, 200, 48)[1, :40]).all()
     print("values are right")
 """
 

@@ -12,6 +12,7 @@ import textwrap
 import jax
 import numpy as np
 import pytest
+from virtual_ranks import plan_words, poisoned, random_bytes
 
 pytestmark = pytest.mark.needs_gpus(1)
 
@@ -32,10 +33,9 @@ def ranks(request):
 def _check(ranks, num_bytes, rows, *plans, calls=4, seed=0, **kwargs):
     """Random operands through `calls` calls, by the plans in turn; every byte compared."""
     n = ranks.num_ranks
-    operands = np.random.default_rng(seed).integers(0, 256, (calls, n, num_bytes), dtype=np.uint8)
-    results = np.zeros((calls, n, n * num_bytes), np.uint8)
-    plans = [(mechanism, protocol, list(blocks)) for mechanism, protocol, *blocks in plans]
-    ranks.all_gather(operands, results, plans, rows=rows, **kwargs)
+    operands = random_bytes(seed, calls, n, num_bytes)
+    results = poisoned(calls, n, n * num_bytes)
+    ranks.all_gather(operands, results, plan_words(plans), rows=rows, **kwargs)
     parts = operands.reshape(calls, n, rows, num_bytes // rows)
     expected = parts.transpose(0, 2, 1, 3).reshape(calls, 1, n * num_bytes)
     np.testing.assert_array_equal(results, np.broadcast_to(expected, results.shape))
@@ -117,4 +117,4 @@ def test_an_absent_rank_is_named(path):
     )
     seconds, _, text = run.stdout.partition(" ")
     assert "all_gather on rank" in text and "for rank 1" in text, run.stdout + run.stderr
-    assert 2.0 <= float(seconds) < 10.0
+    assert 2.0 <= float(seconds) < 30.0  # the limit, then the driver's clean-up beside other tests

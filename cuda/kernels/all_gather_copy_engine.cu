@@ -28,12 +28,14 @@ __device__ __forceinline__ void place_stripe(const PeerTensor& result, int rank,
                                              const RowTile& chunk, uint32_t stripe,
                                              uint32_t num_stripes) {
   const RowTiles tiles = RowTiles::make(chunk.num_rows, chunk.num_cols, kDrainTileBytes);
+  // The chunk as if it were the part: its first byte at the chunk's own place.
+  const PartLayout packed = PartLayout::packed(tiles.inner);
+  const Part source{from - packed.at(0, chunk.row) - chunk.col, packed, 0};
   for (int64_t t = stripe; t < tiles.num_tiles; t += num_stripes) {
     RowTile tile = tiles.tile(t);
-    const char* source = from + tile.row * tiles.inner + tile.col;
     tile.row += chunk.row;
     tile.col += chunk.col;
-    reg::store_tile<Vector>(result, source, tile, rank, 1);
+    reg::store_tile<Vector>(result, {source, tile, rank, 1});
   }
 }
 
@@ -43,7 +45,7 @@ __device__ __forceinline__ void place_stripe(const PeerTensor& result, int rank,
 // A block asks for its next piece before it does the present one, to hide the trip of the atomic.
 template <typename Vector>
 __global__ void __launch_bounds__(kDrainThreads, 1)
-    drain(const __grid_constant__ CommView comm, const __grid_constant__ AllGatherArgs args,
+    drain(const __grid_constant__ CommView comm, const __grid_constant__ PushArgs args,
           const __grid_constant__ Landing landing) {
   __shared__ char* address[kMaxRanks];
   __shared__ uint32_t piece;
@@ -54,10 +56,11 @@ __global__ void __launch_bounds__(kDrainThreads, 1)
   const uint32_t num_stripes = gridDim.x;
   const uint32_t num_pieces = static_cast<uint32_t>(chunks.num_tiles) * num_stripes;
   const auto part = [&](int source) {
-    return PeerTensor{address, comm.num_ranks, comm.num_ranks * args.inner, source * args.inner};
+    return PeerTensor{address, comm.num_ranks, PartLayout::inside(comm.num_ranks, args.inner),
+                      source};
   };
   if (threadIdx.x == 0) {
-    address[comm.rank] = args.result;
+    address[comm.rank] = args.result.address;
     piece = ptx::atom_add_relaxed_gpu(&channel.work, 1);
   }
   __syncthreads();
@@ -84,7 +87,7 @@ __global__ void __launch_bounds__(kDrainThreads, 1)
 
 }  // namespace
 
-cudaError_t launch_all_gather_copy_engine(const CommView& comm, const AllGatherArgs& args,
+cudaError_t launch_all_gather_copy_engine(const CommView& comm, const PushArgs& args,
                                           CopyEngine& engine, const Landing& landing,
                                           cudaStream_t stream) {
   if (args.rows <= 0 || args.inner <= 0) return cudaErrorInvalidValue;
@@ -102,7 +105,7 @@ cudaError_t launch_all_gather_copy_engine(const CommView& comm, const AllGatherA
   const int wanted = args.num_blocks > 0 ? args.num_blocks : kDrainBlocks;
   const int blocks = std::min({wanted, args.num_sms, kDrainBlocks});
   const cudaError_t drained =
-      by_granule(granule(args.source, args.result, args.inner, 16), [&](auto vector) {
+      by_granule(granule(args.source, args.result.address, args.inner, 16), [&](auto vector) {
         drain<decltype(vector)><<<blocks, kDrainThreads, 0, stream>>>(comm, args, landing);
         return cudaGetLastError();
       });

@@ -3,13 +3,13 @@
 
 #include <cuda_runtime_api.h>
 
-#include "kernels/all_gather.h"
 #include "mechanism/copy_engine.h"
+#include "schedule/push_args.h"
 
 namespace pk {
 
 // Host work: a handful of launches and copies a chunk; may be captured.
-cudaError_t launch_all_gather_copy_engine(const CommView& comm, const AllGatherArgs& args,
+cudaError_t launch_all_gather_copy_engine(const CommView& comm, const PushArgs& args,
                                           CopyEngine& engine, const Landing& landing,
                                           cudaStream_t stream);
 

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "tile/part_layout.h"
 #include "tile/signal.cuh"
 
 namespace pk::low_latency {
@@ -40,5 +41,75 @@ __device__ __forceinline__ uint64_t receive(const Waiter& waiter, uint32_t epoch
   });
   return (packet.y << 32) | (packet.x & 0xffffffffu);
 }
+
+// A part as a row of 8-byte words, the last one filled up with zeros. Words are read and written in
+// pieces of `granule` bytes: the largest power of two up to 8 that divides the row length and the
+// address. (A few messages of 8 bytes a thread: the switch costs nothing that could be seen.)
+struct Words {
+  PartLayout layout;
+  int rank;
+  uint32_t inner;
+  uint32_t bytes;
+  int granule;
+
+  // Byte offset of what lies at flat offset `at` of the part.
+  __device__ __forceinline__ int64_t offset(uint32_t at) const {
+    if (inner == bytes) return layout.at(rank, 0) + at;
+    const uint32_t row = at / inner;
+    return layout.at(rank, row) + (at - row * inner);
+  }
+
+  __device__ __forceinline__ uint64_t load(const char* base, uint32_t i) const {
+    switch (granule) {
+      case 8:
+        return *reinterpret_cast<const uint64_t*>(base + offset(8 * i));
+      case 4:
+        return load_pieces<uint32_t>(base, i);
+      case 2:
+        return load_pieces<uint16_t>(base, i);
+      default:
+        return load_pieces<uint8_t>(base, i);
+    }
+  }
+
+  __device__ __forceinline__ void store(char* base, uint32_t i, uint64_t word) const {
+    switch (granule) {
+      case 8:
+        *reinterpret_cast<uint64_t*>(base + offset(8 * i)) = word;
+        break;
+      case 4:
+        store_pieces<uint32_t>(base, i, word);
+        break;
+      case 2:
+        store_pieces<uint16_t>(base, i, word);
+        break;
+      default:
+        store_pieces<uint8_t>(base, i, word);
+    }
+  }
+
+ private:
+  template <typename Piece>
+  __device__ __forceinline__ uint64_t load_pieces(const char* base, uint32_t i) const {
+    uint64_t word = 0;
+#pragma unroll
+    for (uint32_t piece = 0; piece < 8; piece += sizeof(Piece)) {
+      if (8 * i + piece >= bytes) break;
+      const uint64_t value = *reinterpret_cast<const Piece*>(base + offset(8 * i + piece));
+      word |= value << (8 * piece);
+    }
+    return word;
+  }
+
+  template <typename Piece>
+  __device__ __forceinline__ void store_pieces(char* base, uint32_t i, uint64_t word) const {
+#pragma unroll
+    for (uint32_t piece = 0; piece < 8; piece += sizeof(Piece)) {
+      if (8 * i + piece >= bytes) break;
+      *reinterpret_cast<Piece*>(base + offset(8 * i + piece)) =
+          static_cast<Piece>(word >> (8 * piece));
+    }
+  }
+};
 
 }  // namespace pk::low_latency

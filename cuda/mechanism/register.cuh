@@ -7,21 +7,25 @@
 
 #include <cstdint>
 
+#include "tile/move.h"
 #include "tile/peer_tensor.cuh"
-#include "tile/row_tiles.h"
 
 namespace pk::reg {
 
-// One block copies a tile of a packed source to its place in the tensors of `count` ranks, starting
-// with `first_rank`. The source is read once, however many ranks there are; each rank starts with
-// another one, so that they do not all load the same link first.
+// One block carries out a move. The source is read once, however many ranks it goes to. A tile of a
+// single row may end with less than a vector; the rows of others are whole vectors.
 template <typename Vector>
-__device__ __forceinline__ void store_tile(const PeerTensor& destination, const char* source,
-                                           const RowTile& tile, int first_rank, int count) {
+__device__ __forceinline__ void store_tile(const PeerTensor& destination, const Move& move) {
+  const auto& [source, tile, first_rank, count] = move;
   constexpr int kUnroll = 4;
-  const uint32_t per_row = tile.num_cols / sizeof(Vector);
+  constexpr uint32_t kBytes = sizeof(Vector);
+  const uint32_t per_row = tile.num_cols / kBytes;
   const uint32_t total = tile.num_rows * per_row;
-  const Vector* from = reinterpret_cast<const Vector*>(source);
+  const char* from = source.at(tile.row, tile.col);
+  const int64_t part = destination.layout.at(destination.part, tile.row) + tile.col;
+  const auto wrap = [&](int rank) {
+    return rank >= destination.num_ranks ? rank - destination.num_ranks : rank;
+  };
   for (uint32_t start = threadIdx.x; start < total; start += kUnroll * blockDim.x) {
     Vector value[kUnroll];
     int64_t place[kUnroll];
@@ -29,19 +33,47 @@ __device__ __forceinline__ void store_tile(const PeerTensor& destination, const 
     for (int u = 0; u < kUnroll; ++u) {
       const uint32_t i = start + u * blockDim.x;
       if (i >= total) continue;
-      value[u] = from[i];
-      const uint32_t row = tile.num_rows == 1 ? 0 : i / per_row;
-      place[u] = row * destination.pitch + static_cast<int64_t>(i - row * per_row) * sizeof(Vector);
+      if (tile.num_rows == 1) {
+        value[u] = reinterpret_cast<const Vector*>(from)[i];
+        place[u] = part + static_cast<int64_t>(i) * kBytes;
+      } else {
+        const uint32_t row = i / per_row;
+        const int64_t col = tile.col + static_cast<int64_t>(i - row * per_row) * kBytes;
+        value[u] = *reinterpret_cast<const Vector*>(source.at(tile.row + row, col));
+        place[u] = destination.layout.at(destination.part, tile.row + row) + col;
+      }
     }
     for (int k = 0; k < count; ++k) {
-      int rank = first_rank + k;
-      if (rank >= destination.num_ranks) rank -= destination.num_ranks;
-      char* to = destination.at(rank, tile.row, tile.col);
+      char* to = destination.base[wrap(first_rank + k)];
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         if (start + u * blockDim.x < total) *reinterpret_cast<Vector*>(to + place[u]) = value[u];
       }
     }
+  }
+  if constexpr (kBytes > 1) {
+    const uint32_t tail = tile.num_rows == 1 ? tile.num_cols % kBytes : 0;
+    if (threadIdx.x < tail) {
+      const uint32_t at = per_row * kBytes + threadIdx.x;
+      for (int k = 0; k < count; ++k) destination.base[wrap(first_rank + k)][part + at] = from[at];
+    }
+  }
+}
+
+// One block puts zeros into a tile of the own result.
+template <typename Vector>
+__device__ __forceinline__ void clear_tile(char* result, const PartLayout& layout,
+                                           const RowTile& tile) {
+  const uint32_t per_row = tile.num_cols / sizeof(Vector);
+  for (uint32_t i = threadIdx.x; i < tile.num_rows * per_row; i += blockDim.x) {
+    const uint32_t row = i / per_row;
+    char* to = result + layout.at(0, tile.row + row) + tile.col;
+    reinterpret_cast<Vector*>(to)[i - row * per_row] = Vector{};
+  }
+  const uint32_t tail = tile.num_rows == 1 ? tile.num_cols % sizeof(Vector) : 0;
+  if (threadIdx.x < tail) {
+    char* to = result + layout.at(0, tile.row) + tile.col;
+    to[per_row * sizeof(Vector) + threadIdx.x] = 0;
   }
 }
 

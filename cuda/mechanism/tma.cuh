@@ -7,9 +7,9 @@
 
 #include <cstdint>
 
+#include "tile/move.h"
 #include "tile/peer_tensor.cuh"
 #include "tile/ptx.cuh"
-#include "tile/row_tiles.h"
 
 namespace pk::tma {
 
@@ -32,47 +32,53 @@ struct Ring {
   }
 };
 
-// One warp (the whole block). Copies tiles first_tile, first_tile + stride, ... of the packed
-// source to the same place in every rank's tensor. `before_store` is called once, after the first
-// loads are under way and before the first store: the op waits for its peers there.
-template <int kStages, uint32_t kStageBytes, typename BeforeStore>
-__device__ __forceinline__ void broadcast_tiles(Ring<kStages, kStageBytes>& ring,
-                                                const PeerTensor& destination, const char* source,
-                                                const RowTiles& tiles, int64_t first_tile,
-                                                int64_t stride, int first_rank,
-                                                BeforeStore before_store) {
+// One warp (the whole block). Carries out move(first), move(first + stride), ... below `end`, each
+// to its place in the destination. `before_store` is called once, after the first loads are under
+// way and before the first store: the op waits for its peers there.
+template <int kStages, uint32_t kStageBytes, typename MoveOf, typename BeforeStore>
+__device__ __forceinline__ void store_tiles(Ring<kStages, kStageBytes>& ring,
+                                            const PeerTensor& destination, MoveOf move,
+                                            int64_t first, int64_t stride, int64_t end,
+                                            BeforeStore before_store) {
   constexpr int kLookahead = Ring<kStages, kStageBytes>::kLookahead;
   const int lane = threadIdx.x;
-  const int64_t count =
-      tiles.num_tiles > first_tile ? (tiles.num_tiles - first_tile + stride - 1) / stride : 0;
+  const int64_t count = end > first ? (end - first + stride - 1) / stride : 0;
   const auto load = [&](int64_t i) {
-    if (lane != 0) return;
-    const RowTile tile = tiles.tile(first_tile + i * stride);
+    const Move m = move(first + i * stride);
     const int s = i % kStages;
-    ptx::mbarrier_arrive_expect_tx(&ring.loaded[s], tile.bytes());
-    ptx::cp_async_bulk_load(ring.stage[s], source + tile.row * tiles.inner + tile.col, tile.bytes(),
-                            &ring.loaded[s]);
+    // Bytes may land before they are expected: the phase cannot end before this arrival.
+    if (lane == 0) ptx::mbarrier_arrive_expect_tx(&ring.loaded[s], m.tile.bytes());
+    // Rows that follow each other in memory are one copy.
+    const bool whole =
+        m.tile.num_rows == 1 || m.source.layout.row_pitch == m.tile.num_cols &&
+                                    m.source.layout.rows_per_band == PartLayout::kOneBand;
+    const uint32_t pieces = whole ? 1 : m.tile.num_rows;
+    const uint32_t bytes = whole ? m.tile.bytes() : m.tile.num_cols;
+    for (uint32_t row = lane; row < pieces; row += 32) {
+      ptx::cp_async_bulk_load(ring.stage[s] + row * m.tile.num_cols,
+                              m.source.at(m.tile.row + row, m.tile.col), bytes, &ring.loaded[s]);
+    }
   };
   for (int64_t i = 0; i < count && i < kLookahead; ++i) load(i);
   before_store();
   for (int64_t i = 0; i < count; ++i) {
-    const RowTile tile = tiles.tile(first_tile + i * stride);
+    const Move m = move(first + i * stride);
     const int s = i % kStages;
     while (!ptx::mbarrier_try_wait_parity(&ring.loaded[s], (i / kStages) & 1)) {
     }
     // One piece a (row, rank); lanes share them. Ranks rotate so that the senders do not all load
     // the same link first.
-    const uint32_t pieces = tile.num_rows * destination.num_ranks;
+    const uint32_t pieces = m.tile.num_rows * m.count;
     for (uint32_t piece = lane; piece < pieces; piece += 32) {
-      const uint32_t row = piece / destination.num_ranks;
-      int rank = first_rank + static_cast<int>(piece - row * destination.num_ranks);
+      const uint32_t row = m.count == 1 ? piece : piece / m.count;
+      int rank = m.first_rank + static_cast<int>(piece - row * m.count);
       if (rank >= destination.num_ranks) rank -= destination.num_ranks;
-      ptx::cp_async_bulk_store(destination.at(rank, tile.row + row, tile.col),
-                               ring.stage[s] + row * tile.num_cols, tile.num_cols);
+      ptx::cp_async_bulk_store(destination.at(rank, m.tile.row + row, m.tile.col),
+                               ring.stage[s] + row * m.tile.num_cols, m.tile.num_cols);
     }
     ptx::cp_async_bulk_commit_group();
     if (i + kLookahead < count) {
-      // The stage that tile i + kLookahead will fill was last stored from by tile i - kLookahead:
+      // The stage that move i + kLookahead will fill was last stored from by move i - kLookahead:
       // its group must have been read.
       ptx::cp_async_bulk_wait_group_read<kLookahead>();
       __syncwarp();

@@ -7,6 +7,10 @@
 
 #include "kernels/all_gather.h"
 #include "kernels/all_gather_copy_engine.h"
+#include "kernels/all_to_all.h"
+#include "kernels/ppermute.h"
+#include "kernels/ragged_all_to_all.h"
+#include "kernels/reduce.h"
 #include "kernels/round_trip.h"
 #include "runtime/check.h"
 #include "runtime/error_log.h"
@@ -124,6 +128,10 @@ Communicator::Communicator(Exchange& exchange, int device, void* heap_pointer, u
           "cudaMemcpyAsync");
     check(load_all_gather(), "loading the all_gather kernels (is the library built for this GPU?)");
     check(load_all_gather_copy_engine(), "loading the all_gather copy-engine kernels");
+    check(load_all_to_all(), "loading the all_to_all kernels");
+    check(load_ppermute(), "loading the ppermute kernels");
+    check(load_ragged_all_to_all(), "loading the ragged_all_to_all kernels");
+    check(load_reduce(), "loading the kernels of psum and psum_scatter");
     check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
   });
 }

@@ -21,6 +21,16 @@ const char* name(Op op) {
   switch (op) {
     case Op::kAllGather:
       return "all_gather";
+    case Op::kAllToAll:
+      return "all_to_all";
+    case Op::kPpermute:
+      return "ppermute";
+    case Op::kRaggedAllToAll:
+      return "ragged_all_to_all";
+    case Op::kPsum:
+      return "psum";
+    case Op::kPsumScatter:
+      return "psum_scatter";
     case Op::kNone:
       break;
   }
@@ -39,20 +49,48 @@ const char* what(Slot slot) {
       return "to copy a chunk here (landed slot)";
     case Slot::kTaken:
       return "to take a chunk out of its landing buffer (taken slot)";
+    case Slot::kStaged:
+      return "to push its tiles here (staged slot)";
+    case Slot::kGrid:
+    case Slot::kSourceRow:
+    case Slot::kTargetRow:
+      break;  // not waits
   }
   return "(unknown slot)";
 }
 
 std::string text(const ErrorRecord& record) {
   char line[640];
-  std::snprintf(line, sizeof line,
-                "pk_jax: %s on rank %d of %d waited %.1f s for rank %d %s, channel %d: expected "
-                "%u, seen %u. Rank %d is late, stuck or gone: "
-                "look at its log first. The limit is PK_JAX_TIMEOUT_S; the CUDA context of this "
-                "process is lost, restart it.",
-                name(record.op), record.rank, record.num_ranks, record.waited_ns * 1e-9,
-                record.peer, what(record.slot), record.channel, record.expected, record.seen,
-                record.peer);
+  switch (record.slot) {
+    case Slot::kGrid:
+      std::snprintf(line, sizeof line,
+                    "pk_jax: %s runs %u blocks on rank %d of %d and %u on rank %d, channel %d: the "
+                    "ranks must run one program on GPUs of one kind.",
+                    name(record.op), record.expected, record.rank, record.num_ranks, record.seen,
+                    record.peer, record.channel);
+      break;
+    case Slot::kSourceRow:
+    case Slot::kTargetRow: {
+      const bool source = record.slot == Slot::kSourceRow;
+      std::snprintf(
+          line, sizeof line,
+          "pk_jax: %s on rank %d of %d: the slice for rank %d reaches row %d of %s, which "
+          "has %u rows: look at %s and send_sizes. (Checked because of PK_JAX_CHECKS=1.)",
+          name(record.op), record.rank, record.num_ranks, record.peer,
+          static_cast<int32_t>(record.seen), source ? "operand" : "that rank's output",
+          record.expected, source ? "input_offsets" : "output_offsets");
+      break;
+    }
+    default:
+      std::snprintf(line, sizeof line,
+                    "pk_jax: %s on rank %d of %d waited %.1f s for rank %d %s, channel %d: "
+                    "expected %u, seen %u. Rank %d is late, stuck or gone: look at its log first. "
+                    "The limit is PK_JAX_TIMEOUT_S; the CUDA context of this process is lost, "
+                    "restart it.",
+                    name(record.op), record.rank, record.num_ranks, record.waited_ns * 1e-9,
+                    record.peer, what(record.slot), record.channel, record.expected, record.seen,
+                    record.peer);
+  }
   return line;
 }
 

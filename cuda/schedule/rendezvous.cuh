@@ -14,13 +14,14 @@
 // none waits for another block of its own rank. One resident block a rank is enough.
 #pragma once
 
+#include "tile/published.h"
 #include "tile/signal.cuh"
 
 namespace pk {
 
-// What a rank tells its peers about a call: where its result is, as an offset in its published
-// space (its exported heap, or plain memory with heap base 0), and with how many blocks it will
-// write to theirs.
+// What a rank tells its peers about a buffer: where it is, as an offset in its published space (its
+// exported heap, or plain memory with heap base 0), and with how many blocks it will write to
+// theirs.
 struct Invitation {
   uint64_t word;
 
@@ -32,6 +33,10 @@ struct Invitation {
     return static_cast<uint32_t>(word >> kOffsetBits);
   }
 };
+
+__device__ __forceinline__ Channel& channel_of(const Waiter& waiter) {
+  return signal_page(waiter.comm, waiter.comm.rank).channels[waiter.channel];
+}
 
 // The epoch of the call under way, for any thread of a block that has not yet called end_block.
 __device__ __forceinline__ uint32_t this_epoch(const Channel& channel) {
@@ -51,44 +56,53 @@ __device__ __forceinline__ void end_block(Channel& channel, uint32_t epoch) {
 
 // A call's view of its group after entry; in shared memory.
 struct Guests {
-  char* address[kMaxRanks];  // each rank's result, seen from here
+  char* address[kPublished][kMaxRanks];  // [buffer]: each rank's, seen from here
   uint32_t num_blocks[kMaxRanks];
 };
 
-// All threads of every block. Returns the epoch of this call.
-__device__ __forceinline__ uint32_t enter(const Waiter& waiter, uint64_t published, char* own,
+// All threads of every block. Invites the peers to `mine`, waits for theirs; returns the epoch of
+// this call. All ranks publish the same number of buffers.
+template <int kCount>
+__device__ __forceinline__ uint32_t enter(const Waiter& waiter, const Published (&mine)[kCount],
                                           Guests& guests) {
+  static_assert(kCount <= kPublished);
   const CommView& comm = waiter.comm;
   SignalPage& page = signal_page(comm, comm.rank);
   Channel& channel = page.channels[waiter.channel];
   const uint32_t epoch = this_epoch(channel);
   const uint64_t tag = static_cast<uint64_t>(epoch) << 32;
-  const Invitation mine(published, gridDim.x);
   for (int peer = threadIdx.x; peer < comm.num_ranks; peer += blockDim.x) {
-    if (peer == comm.rank) {
-      guests.address[peer] = own;
-      continue;
-    }
-    // Each half carries its epoch, so the pair needs no release between them; it pairs with the
-    // poll below on the peer. What it says ("my earlier kernels are done with this buffer") was
-    // made true by stream order before this kernel began.
     uint64_t* box = signal_page(comm, peer).channels[waiter.channel].invitation[comm.rank];
-    ptx::st_relaxed_sys(&box[0], tag | (mine.word & 0xffffffffu));
-    ptx::st_relaxed_sys(&box[1], tag | (mine.word >> 32));
+#pragma unroll
+    for (int b = 0; b < kCount; ++b) {
+      if (peer == comm.rank) {
+        guests.address[b][peer] = mine[b].address;
+        continue;
+      }
+      // Each half carries its epoch, so the words need no release between them; they pair with the
+      // poll below on the peer. What they say ("my earlier kernels are done with this buffer") was
+      // made true by stream order before this kernel began.
+      const Invitation invitation(mine[b].offset, gridDim.x);
+      ptx::st_relaxed_sys(&box[2 * b], tag | (invitation.word & 0xffffffffu));
+      ptx::st_relaxed_sys(&box[2 * b + 1], tag | (invitation.word >> 32));
+    }
   }
   for (int peer = threadIdx.x; peer < comm.num_ranks; peer += blockDim.x) {
     if (peer == comm.rank) continue;
     const uint64_t* box = channel.invitation[peer];
-    uint64_t low, high;
-    wait_until(waiter, Slot::kInvitation, peer, epoch, [&](uint32_t& seen) {
-      low = ptx::ld_acquire_sys(&box[0]);
-      high = ptx::ld_acquire_sys(&box[1]);
-      seen = static_cast<uint32_t>(low >> 32);
-      return seen == epoch && static_cast<uint32_t>(high >> 32) == epoch;
-    });
-    const Invitation theirs((high << 32) | (low & 0xffffffffu));
-    guests.address[peer] = reinterpret_cast<char*>(page.heap_base[peer] + theirs.offset());
-    guests.num_blocks[peer] = theirs.num_blocks();
+#pragma unroll
+    for (int b = 0; b < kCount; ++b) {
+      uint64_t low, high;
+      wait_until(waiter, Slot::kInvitation, peer, epoch, [&](uint32_t& seen) {
+        low = ptx::ld_acquire_sys(&box[2 * b]);
+        high = ptx::ld_acquire_sys(&box[2 * b + 1]);
+        seen = static_cast<uint32_t>(low >> 32);
+        return seen == epoch && static_cast<uint32_t>(high >> 32) == epoch;
+      });
+      const Invitation theirs((high << 32) | (low & 0xffffffffu));
+      guests.address[b][peer] = reinterpret_cast<char*>(page.heap_base[peer] + theirs.offset());
+      guests.num_blocks[peer] = theirs.num_blocks();
+    }
   }
   __syncthreads();
   return epoch;

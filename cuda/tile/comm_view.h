@@ -19,10 +19,12 @@ inline constexpr int kMaxRanks = 72;
 // Call sites that may be in flight at the same time on one communicator without sharing a slot.
 inline constexpr int kNumChannels = 16;
 
-// Operand bytes a rank that the low-latency protocol carries, and the mailbox bytes that takes:
-// every 4 bytes of data travel with 4 bytes of epoch.
-inline constexpr size_t kLowLatencyBytes = 128 << 10;
-inline constexpr size_t kLowLatencySlotBytes = 2 * kLowLatencyBytes;
+// Bytes that one rank may send to another by the low-latency protocol: as many as keep the
+// mailboxes of a channel at a few megabytes, for a rank has one for each peer.
+PK_HOST_DEVICE inline constexpr size_t low_latency_bytes(int num_ranks) {
+  const size_t share = (1 << 20) / num_ranks / 128 * 128, least = 128 << 10;
+  return share > least ? share : least;
+}
 
 // The copy-engine path cuts a part into about kChunks chunks within these sizes and moves them
 // through a ring of slots in the receiver's landing buffer.
@@ -33,6 +35,10 @@ inline constexpr int kLandingSlots = 4;
 
 // The most blocks an op may have: each has an epoch word of its own.
 inline constexpr int kMaxBlocks = 512;
+
+// An invitation names up to two buffers, in two words each (schedule/rendezvous.cuh).
+inline constexpr int kPublished = 2;
+inline constexpr int kInvitationWords = 2 * kPublished;
 
 // The counters of one call site. What other ranks see only grows; `ended`, `work` and `emptied`
 // count within a call or a chunk and go back to zero.
@@ -47,13 +53,17 @@ struct alignas(128) Channel {
   // work handed out in the call under way.
   uint32_t rounds;
   alignas(128) uint32_t work;
-  // [peer]: where the peer's result is in this epoch, and with how many blocks it pushes, as two
+  // [peer]: where the peer's buffers are in this epoch, and with how many blocks it pushes, in
   // words of (epoch << 32 | half). See Invitation.
-  alignas(128) uint64_t invitation[kMaxRanks][2];
+  alignas(128) uint64_t invitation[kMaxRanks][kInvitationWords];
   // [peer]: blocks of the peer that have finished their writes to this rank, over all calls; and
   // how many that should be after the last call.
   alignas(128) uint32_t left[kMaxRanks];
   uint32_t left_before[kMaxRanks];
+  // [peer][block]: tiles that this block of the peer has put into this rank's scratch, over all
+  // calls; and how many each should be after the last call, which is the same for every peer.
+  alignas(128) uint32_t staged[kMaxRanks][kMaxBlocks];
+  alignas(128) uint32_t staged_before[kMaxBlocks];
   // Copy-engine path. [peer][slot]: number of the last round of the ring in which the peer has put
   // a chunk into that slot of this rank's landing buffer.
   alignas(128) uint32_t landed[kMaxRanks][kLandingSlots];
@@ -95,7 +105,8 @@ struct CommView {
 PK_HOST_DEVICE inline size_t low_latency_offset(int channel, uint32_t parity, int source,
                                                 int num_ranks) {
   const size_t slot = (static_cast<size_t>(channel) * 2 + parity) * num_ranks + source;
-  return kSignalPageBytes + slot * kLowLatencySlotBytes;
+  // Every 4 bytes of data travel with 4 bytes of epoch.
+  return kSignalPageBytes + slot * 2 * low_latency_bytes(num_ranks);
 }
 
 }  // namespace pk

@@ -8,7 +8,15 @@
 
 namespace pk {
 
-enum class Op : uint32_t { kNone = 0, kAllGather = 1 };
+enum class Op : uint32_t {
+  kNone = 0,
+  kAllGather = 1,
+  kAllToAll = 2,
+  kPpermute = 3,
+  kRaggedAllToAll = 4,
+  kPsum = 5,
+  kPsumScatter = 6,
+};
 
 // What a wait was for; the host turns it into words (runtime/error_log.cc).
 enum class Slot : uint32_t {
@@ -17,6 +25,11 @@ enum class Slot : uint32_t {
   kLeave = 2,       // the peer is done with this rank's buffers
   kLanded = 3,      // a chunk of the peer in the landing buffer
   kTaken = 4,       // the peer has emptied its landing buffer
+  kStaged = 5,      // tiles of the peer in this rank's scratch
+  // Not waits, but what a kernel refuses to go on with.
+  kGrid = 6,       // the peer runs another number of blocks (seen) than this rank (expected)
+  kSourceRow = 7,  // a slice for the peer ends at a row (seen) past the operand's (expected)
+  kTargetRow = 8,  // the same in the peer's output
 };
 
 struct ErrorRecord {

@@ -1,4 +1,4 @@
-// The same matrix of bytes on every rank: a base pointer a rank, one row pitch.
+// The same part of the same tensor on every rank: a base pointer a rank, one layout.
 //
 // Indexing by rank gives an ordinary address; whether it lies on this GPU or across NVLink is the
 // hardware's business. That is the whole idea: a peer's memory is one more level of the hierarchy,
@@ -7,16 +7,18 @@
 
 #include <cstdint>
 
+#include "tile/part_layout.h"
+
 namespace pk {
 
 struct PeerTensor {
   char* const* base;  // [num_ranks], in shared memory
   int num_ranks;
-  int64_t pitch;   // bytes from one row to the next
-  int64_t offset;  // bytes from the base to this rank's part
+  PartLayout layout;
+  int part;  // whose part it is, in the layout: the sender's own
 
   __device__ __forceinline__ char* at(int rank, int64_t row, int64_t col) const {
-    return base[rank] + row * pitch + offset + col;
+    return base[rank] + layout.at(part, row) + col;
   }
 };
 
