@@ -13,7 +13,7 @@ def test_limits_of_the_library():
     assert _registry.library.build_info()["limits"] == {
         "ranks": _selection.MAX_RANKS,
         "channels": rules.NUM_CHANNELS,
-        "ll_bytes": hardware.H200.ll_min_bytes,
+        "ll_bytes": [0, *map(hardware.H200.ll_max_bytes, range(1, _selection.MAX_RANKS + 1))],
         "blocks": config.MAX_BLOCKS,
         "chunk_bytes_min": cost_model.CHUNK_BYTES[0],
         "chunk_bytes_max": cost_model.CHUNK_BYTES[1],

@@ -124,12 +124,17 @@ def traffics(work: Work) -> list[Traffic]:
     if work.op == "psum_scatter":
         part = size // n
         hbm = (3 * n - 1) * part
-        return [Traffic(peers * part, part, hbm, scratch_bytes=peers * part)]
+        return [Traffic(peers * part, part, hbm, scratch_bytes=peers * slot_bytes(part))]
     if work.op == "psum":
         share = share_bytes(size, n)
         return [
             Traffic(
-                peers * size, size, (2 * n + 1) * size, _SIMPLE_TRIPS, "one_shot", peers * size
+                peers * size,
+                size,
+                (2 * n + 1) * size,
+                _SIMPLE_TRIPS,
+                "one_shot",
+                peers * slot_bytes(size),
             ),
             Traffic(
                 2 * peers * share,
@@ -146,6 +151,11 @@ def traffics(work: Work) -> list[Traffic]:
 def share_bytes(num_bytes: int, num_ranks: int) -> int:
     """Bytes that one rank sums in a two-shot psum."""
     return -(-num_bytes // (num_ranks * SHARE_BYTES)) * SHARE_BYTES
+
+
+def slot_bytes(part_bytes: int) -> int:
+    """Bytes that a peer's part takes in the scratch, where each starts on a cache line."""
+    return -(-part_bytes // SHARE_BYTES) * SHARE_BYTES
 
 
 def candidates(hardware: Hardware, work: Work, num_blocks: int | None = None) -> list[Choice]:

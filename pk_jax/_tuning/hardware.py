@@ -66,7 +66,7 @@ class Hardware:
 
     def ll_max_bytes(self, num_ranks: int) -> int:
         """The most bytes that a rank of a group may send to one peer by the ll protocol."""
-        return max(self.ll_min_bytes, self.ll_shared_bytes // num_ranks)
+        return max(self.ll_min_bytes, self.ll_shared_bytes // num_ranks // 128 * 128)
 
 
 H200 = Hardware(
