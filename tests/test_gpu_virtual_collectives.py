@@ -26,7 +26,7 @@ DTYPES = (
 )
 
 
-@pytest.fixture(scope="module", params=RANKS, ids=lambda n: f"{n} ranks")
+@pytest.fixture(scope="module", params=RANKS, ids=lambda n: f"{n}-ranks")
 def ranks(request):
     ffi = pytest.importorskip("pk_jax._ffi")
     devices = [device.local_hardware_id for device in jax.devices("cuda")]

@@ -23,7 +23,7 @@ SMALL = ((16, 1), (1000, 5), (77, 7), (4096, 1), (65536, 1), (49152, 96), (13107
 LARGE = ((1_250_000, 1), (2_000_064, 4), (1_500_000, 1500), (300_003, 1), (1_048_576, 65536))
 
 
-@pytest.fixture(scope="module", params=RANKS, ids=lambda n: f"{n} ranks")
+@pytest.fixture(scope="module", params=RANKS, ids=lambda n: f"{n}-ranks")
 def ranks(request):
     ffi = pytest.importorskip("pk_jax._ffi")
     devices = [device.local_hardware_id for device in jax.devices("cuda")]

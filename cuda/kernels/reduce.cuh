@@ -1,11 +1,13 @@
 // The kernels behind reduce.h, for any element and reduction.
 //
-// Simple protocol: parts are pushed into the owners' scratch, tile by tile; each block announces a
-// tile to the block of its own index on the owner, and combines the tiles that those have announced
-// to it, a few tiles behind its own pushes.
+// Simple protocol: parts are pushed into the owners' scratch, tile by tile; block b of a rank
+// pushes to, and combines what comes from, block b of each peer. The warps of a block have three
+// roles, so that the link is never left waiting for arithmetic:
 //
-//   block b of rank 0   push tile 0, announce | push 1, announce | push 2, announce | ...
-//                                                    combine tile 0 of all ranks    | ...
+//   pushers      tile 0 | tile 1 | tile 2 | tile 3 | ...            stores to the peers
+//   announcer        └ tile 0 is there ┘└ tiles 1, 2 are there ┘    one release for all that is
+//   done combiners            wait, combine tile 0 | wait, combine 1 | ...  of all ranks, in rank
+//   order
 //
 // By push and not by pull: stores keep the link's speed in both directions, loads lose a tenth.
 //
@@ -13,9 +15,9 @@
 // so with the last block all writes to this rank's scratch are complete. Two shots also write into
 // the peers' results, and leave as every push does.
 //
-// Progress: a block waits for blocks of its own index alone, and pushes a tile before it waits for
-// one: blocks start in order on every GPU, so the first resident ones always meet. For the same
-// reason all ranks must run the same grid; it is checked at entry.
+// Progress: pushers and announcer wait for nobody; combiners wait for the peers' blocks of their
+// own index. Blocks start in order on every GPU, so the first resident ones always meet. For the
+// same reason all ranks must run the same grid; it is checked at entry.
 //
 // Bytes over the link, each way: (n - 1) * part, and as much again by two shots. HBM: the operand
 // read and read again (mostly from the L2), the scratch written and read, the result written.
@@ -32,11 +34,12 @@
 
 namespace pk::reduce {
 
-inline constexpr int kThreads = 256;
-// While one block of an SM waits for its announcement to be released the other pushes.
-inline constexpr int kBlocksPerSm = 2;
-inline constexpr uint32_t kTileBytes = 32 << 10;
-inline constexpr int kTilesBehind = 2;
+inline constexpr uint32_t kPusherWarps = 8;
+inline constexpr uint32_t kCombinerWarps = 7;  // 16 warps in all: 128 registers a thread
+inline constexpr uint32_t kAnnouncerWarp = kPusherWarps + kCombinerWarps;
+inline constexpr int kThreads = 32 * (kAnnouncerWarp + 1);
+// Small: what comes last is combined after the link has gone quiet.
+inline constexpr uint32_t kTileBytes = 8 << 10;
 inline constexpr int kLowLatencyThreads = 256;
 
 // The slot of `source` in the scratch of `owner`, which needs none for itself.
@@ -52,111 +55,173 @@ __device__ __forceinline__ RowTile clipped(const ReduceArgs& args, RowTile tile,
   return tile;
 }
 
-// Pushes one tile of each peer's part into that peer's scratch.
+// This block's share of a part.
+struct Share {
+  RowTiles tiles;
+  uint32_t count;
+
+  __device__ __forceinline__ RowTile tile(uint32_t i) const {
+    return tiles.tile(blockIdx.x + static_cast<int64_t>(i) * gridDim.x);
+  }
+};
+
+// How many tiles each pusher has stored; in shared memory.
+struct Progress {
+  uint32_t tiles[kPusherWarps];
+};
+
 template <typename Vector>
-__device__ __forceinline__ void push_tile(const CommView& comm, const ReduceArgs& args,
-                                          const Guests& guests, const RowTile& tile) {
+__device__ __forceinline__ void push(const CommView& comm, const ReduceArgs& args,
+                                     const Guests& guests, const Share& share, Progress& progress) {
   const PeerTensor scratch{guests.address[0], comm.num_ranks, PartLayout::packed(args.inner), 0};
-  for (int k = 1; k < comm.num_ranks; ++k) {
-    const int peer = (comm.rank + k) % comm.num_ranks;
-    reg::store_tile<Vector>(scratch,
-                            {{args.source, args.from, peer}, clipped(args, tile, peer), peer, 1});
+  const reg::Threads threads{threadIdx.x, 32 * kPusherWarps};
+  for (uint32_t i = 0; i < share.count; ++i) {
+    const RowTile tile = share.tile(i);
+    for (int k = 1; k < comm.num_ranks; ++k) {
+      const int peer = (comm.rank + k) % comm.num_ranks;
+      reg::store_tile<Vector>(
+          scratch, {{args.source, args.from, peer}, clipped(args, tile, peer), peer, 1}, threads);
+    }
+    __syncwarp();
+    // Release of this warp's stores (gathered by the barrier); pairs with the announcer's acquire.
+    if (threadIdx.x % 32 == 0) ptx::st_release_cta(&progress.tiles[threadIdx.x / 32], i + 1);
   }
 }
 
-// Combines one vector of all ranks' and stores the result. `col` counts from the tile's own.
-template <typename T, typename Op, typename Vector>
-__device__ __forceinline__ void combine_vector(const CommView& comm, const ReduceArgs& args,
-                                               const Guests& guests, const RowTile& tile,
-                                               uint32_t row, uint32_t col) {
+// Tells the peers how many tiles all pushers have stored.
+__device__ __forceinline__ void announce(const CommView& comm, const ReduceArgs& args,
+                                         const Share& share, const Progress& progress) {
+  const uint32_t lane = threadIdx.x % 32;
+  for (uint32_t announced = 0; announced < share.count;) {
+    uint32_t done = share.count;
+    if (lane < kPusherWarps) done = ptx::ld_acquire_cta(&progress.tiles[lane]);
+    done = __reduce_min_sync(~0u, done);
+    if (done == announced) continue;
+    for (int peer = lane; peer < comm.num_ranks; peer += 32) {
+      if (peer == comm.rank) continue;
+      // Release of the pushers' stores, acquired above; pairs with the acquire in the peer's
+      // combine().
+      ptx::red_add_release_sys(
+          &signal_page(comm, peer).channels[args.channel].staged[comm.rank][blockIdx.x],
+          done - announced);
+    }
+    announced = done;
+  }
+}
+
+// Combines kUnroll vectors of all ranks' and stores the results. Vector i of a tile is in row i /
+// per_row.
+template <typename T, typename Op, typename Vector, int kUnroll>
+__device__ __forceinline__ void combine_vectors(const CommView& comm, const ReduceArgs& args,
+                                                const Guests& guests, const RowTile& tile,
+                                                uint32_t per_row, uint32_t first, uint32_t step,
+                                                uint32_t end) {
   const Part own{args.source, args.from, comm.rank};
-  const char* mine = own.at(tile.row + row, tile.col + col);
-  const int64_t at = (tile.row + row) * args.inner + tile.col + col;  // in a packed part
   const int64_t slot_bytes = scratch_slot(args.rows * args.inner);
-  const auto vector_of = [&](int rank) {
-    const char* staged = args.scratch.address + slot_of(rank, comm.rank) * slot_bytes + at;
-    return *reinterpret_cast<const Vector*>(rank == comm.rank ? mine : staged);
-  };
-  Combined<T, Op, Vector> total;
-  total.start(vector_of(0));
-  for (int rank = 1; rank < comm.num_ranks; ++rank) total.add(vector_of(rank));
-  const Vector result = total.result();
-  if (args.pattern != Pattern::kTwoShot) {
-    *reinterpret_cast<Vector*>(args.result.address + at) = result;
-    return;
+  const char* mine[kUnroll];
+  int64_t at[kUnroll];  // in a packed part
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) {
+    const uint32_t i = first + u * step;
+    const uint32_t row = tile.num_rows == 1 ? 0 : i / per_row;
+    const int64_t col = tile.col + static_cast<int64_t>(i - row * per_row) * sizeof(Vector);
+    mine[u] = own.at(tile.row + row, col);
+    at[u] = (tile.row + row) * args.inner + col;
   }
-  for (int k = 0; k < comm.num_ranks; ++k) {
-    char* to = guests.address[1][(comm.rank + k) % comm.num_ranks] + comm.rank * args.inner;
-    *reinterpret_cast<Vector*>(to + at) = result;
+  Combined<T, Op, Vector> total[kUnroll];
+  for (int rank = 0; rank < comm.num_ranks; ++rank) {
+    const char* staged = args.scratch.address + slot_of(rank, comm.rank) * slot_bytes;
+    Vector vector[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (first + u * step < end)
+        vector[u] = *reinterpret_cast<const Vector*>(rank == comm.rank ? mine[u] : staged + at[u]);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u)
+      rank == 0 ? total[u].start(vector[u]) : total[u].add(vector[u]);
+  }
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) {
+    if (first + u * step >= end) break;
+    const Vector result = total[u].result();
+    if (args.pattern != Pattern::kTwoShot) {
+      *reinterpret_cast<Vector*>(args.result.address + at[u]) = result;
+      continue;
+    }
+    for (int k = 0; k < comm.num_ranks; ++k) {
+      char* to = guests.address[1][(comm.rank + k) % comm.num_ranks] + comm.rank * args.inner;
+      *reinterpret_cast<Vector*>(to + at[u]) = result;
+    }
   }
 }
 
-// One tile of this rank's part. Enough threads have loads in flight that none needs several.
 template <typename T, typename Op, typename Vector>
 __device__ __forceinline__ void combine_tile(const CommView& comm, const ReduceArgs& args,
-                                             const Guests& guests, const RowTile& tile) {
-  const uint32_t per_row = tile.num_cols / sizeof(Vector);
-  for (uint32_t i = threadIdx.x; i < tile.num_rows * per_row; i += blockDim.x) {
-    const uint32_t row = tile.num_rows == 1 ? 0 : i / per_row;
-    combine_vector<T, Op, Vector>(comm, args, guests, tile, row,
-                                  (i - row * per_row) * sizeof(Vector));
+                                             const Guests& guests, const RowTile& tile,
+                                             const reg::Threads& threads) {
+  constexpr int kUnroll = 2;
+  const uint32_t per_row = tile.num_cols / sizeof(Vector), total = tile.num_rows * per_row;
+  for (uint32_t i = threads.index; i < total; i += kUnroll * threads.count) {
+    combine_vectors<T, Op, Vector, kUnroll>(comm, args, guests, tile, per_row, i, threads.count,
+                                            total);
   }
   // A part of a single row may end with less than a vector.
-  const uint32_t tail = per_row * sizeof(Vector) + threadIdx.x * sizeof(T);
-  if (sizeof(Vector) > sizeof(T) && tile.num_rows == 1 && tail < tile.num_cols) {
-    combine_vector<T, Op, T>(comm, args, guests, tile, 0, tail);
-  }
+  const uint32_t tail = per_row * (sizeof(Vector) / sizeof(T)) + threads.index;
+  const uint32_t end = tile.num_cols / sizeof(T);
+  if (sizeof(Vector) > sizeof(T) && tile.num_rows == 1 && tail < end)
+    combine_vectors<T, Op, T, 1>(comm, args, guests, tile, end, tail, 1, end);
 }
 
+// The tiles of this rank's part, each when all peers have announced theirs.
 template <typename T, typename Vector>
-__device__ __forceinline__ void combine_tile(const CommView& comm, const ReduceArgs& args,
-                                             const Guests& guests, RowTile tile) {
-  tile = clipped(args, tile, comm.rank);
-  switch (args.reduction) {
-    case Reduction::kSum:
-      return combine_tile<T, Sum, Vector>(comm, args, guests, tile);
-    case Reduction::kMax:
-      return combine_tile<T, Max, Vector>(comm, args, guests, tile);
-    case Reduction::kMin:
-      return combine_tile<T, Min, Vector>(comm, args, guests, tile);
+__device__ __forceinline__ void combine(const Waiter& waiter, const ReduceArgs& args,
+                                        const Guests& guests, const Share& share) {
+  const CommView& comm = waiter.comm;
+  Channel& channel = channel_of(waiter);
+  const reg::Threads threads{threadIdx.x - 32 * kPusherWarps, 32 * kCombinerWarps};
+  const uint32_t before = channel.staged_before[blockIdx.x];
+  for (uint32_t i = 0; i < share.count; ++i) {
+    for (int peer = threadIdx.x % 32; peer < comm.num_ranks; peer += 32) {
+      if (peer == comm.rank) continue;
+      wait_signal(waiter, Slot::kStaged, peer, &channel.staged[peer][blockIdx.x], before + i + 1);
+    }
+    __syncwarp();
+    const RowTile tile = clipped(args, share.tile(i), comm.rank);
+    switch (args.reduction) {
+      case Reduction::kSum:
+        combine_tile<T, Sum, Vector>(comm, args, guests, tile, threads);
+        break;
+      case Reduction::kMax:
+        combine_tile<T, Max, Vector>(comm, args, guests, tile, threads);
+        break;
+      case Reduction::kMin:
+        combine_tile<T, Min, Vector>(comm, args, guests, tile, threads);
+        break;
+    }
   }
 }
 
 template <typename T, typename Vector>
 __device__ __forceinline__ void run_tiles(const Waiter& waiter, const ReduceArgs& args,
                                           const Guests& guests) {
-  const CommView& comm = waiter.comm;
-  Channel& channel = signal_page(comm, comm.rank).channels[args.channel];
+  __shared__ Progress progress;
   const RowTiles tiles = RowTiles::make(args.rows, args.inner, kTileBytes);
-  const int64_t count = (tiles.num_tiles - blockIdx.x + gridDim.x - 1) / gridDim.x;
-  const uint32_t before = channel.staged_before[blockIdx.x];
-  const auto tile = [&](int64_t i) { return tiles.tile(blockIdx.x + i * gridDim.x); };
-  for (int64_t i = 0; i < count + kTilesBehind; ++i) {
-    if (i < count) {
-      push_tile<Vector>(comm, args, guests, tile(i));
-      __syncthreads();
-      for (int peer = threadIdx.x; peer < comm.num_ranks; peer += blockDim.x) {
-        if (peer == comm.rank) continue;
-        // Release of this block's pushes to the peer (gathered by the barrier above); pairs with
-        // the acquire in the peer's wait below.
-        ptx::red_add_release_sys(
-            &signal_page(comm, peer).channels[args.channel].staged[comm.rank][blockIdx.x], 1);
-      }
-    }
-    if (i < kTilesBehind) continue;
-    const int64_t ready = i - kTilesBehind;
-    if (ready >= count) break;
-    for (int peer = threadIdx.x; peer < comm.num_ranks; peer += blockDim.x) {
-      if (peer == comm.rank) continue;
-      wait_signal(waiter, Slot::kStaged, peer, &channel.staged[peer][blockIdx.x],
-                  before + static_cast<uint32_t>(ready) + 1);
-    }
-    __syncthreads();
-    combine_tile<T, Vector>(comm, args, guests, tile(ready));
-  }
-  // Read again by this block of a later call only.
+  const Share share{
+      tiles, static_cast<uint32_t>((tiles.num_tiles - blockIdx.x + gridDim.x - 1) / gridDim.x)};
+  if (threadIdx.x < kPusherWarps) progress.tiles[threadIdx.x] = 0;
   __syncthreads();
-  if (threadIdx.x == 0) channel.staged_before[blockIdx.x] = before + static_cast<uint32_t>(count);
+  const uint32_t warp = threadIdx.x / 32;
+  if (warp < kPusherWarps) {
+    push<Vector>(waiter.comm, args, guests, share, progress);
+  } else if (warp == kAnnouncerWarp) {
+    announce(waiter.comm, args, share, progress);
+  } else {
+    combine<T, Vector>(waiter, args, guests, share);
+  }
+  __syncthreads();
+  // Read again by this block of a later call only.
+  if (threadIdx.x == 0) channel_of(waiter).staged_before[blockIdx.x] += share.count;
 }
 
 // All threads: stops the op if a peer runs another grid, for its blocks would wait for ever.
@@ -170,7 +235,7 @@ __device__ __forceinline__ void check_grids(const Waiter& waiter, const Guests& 
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+__global__ void __launch_bounds__(kThreads, 1)
     by_push(const __grid_constant__ CommView comm, const __grid_constant__ ReduceArgs args,
             const bool vectors) {
   __shared__ Guests guests;
@@ -266,7 +331,7 @@ cudaError_t launch(const CommView& comm, const ReduceArgs& args, Protocol protoc
     return cudaGetLastError();
   }
   const RowTiles tiles = RowTiles::make(args.rows, args.inner, kTileBytes);
-  const int most = args.num_blocks > 0 ? args.num_blocks : kBlocksPerSm * args.num_sms;
+  const int most = args.num_blocks > 0 ? args.num_blocks : args.num_sms;
   const int blocks = static_cast<int>(std::min<int64_t>({tiles.num_tiles, most, kMaxBlocks}));
   const bool vectors = args.inner % 16 == 0 || (args.rows == 1 && args.from.rank_pitch % 16 == 0);
   by_push<T><<<blocks, kThreads, 0, stream>>>(comm, args, vectors);

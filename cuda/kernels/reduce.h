@@ -40,7 +40,7 @@ struct ReduceArgs {
   int64_t inner;    // bytes of a row
   int64_t bytes;    // of the operand: two shots, whose last part may be shorter than the others
   int channel;
-  int num_blocks;  // 0: two for each SM. The same on every rank
+  int num_blocks;  // 0: one for each SM. The same on every rank
   int num_sms;
 };
 

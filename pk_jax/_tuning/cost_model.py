@@ -44,6 +44,8 @@ MECHANISMS = {
     "psum": ("register",),
     "psum_scatter": ("register",),
 }
+# A block of a sum pushes with half of its warps and combines with the rest: all SMs take part.
+_SUMS = ("psum", "psum_scatter")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +217,9 @@ def _stores(
         moving = traffic.link_bytes / rate
         seconds = _seconds(hardware, moving, traffic.hbm_bytes, _LL_TRIPS, num_blocks or 0)
         yield Choice("register", "ll", num_blocks or 0, seconds, traffic.algorithm)
-    block_counts = {blocks: blocks for blocks in _BLOCKS} | {0: hardware.num_sms}
+    block_counts = {0: hardware.num_sms}
+    if work.op not in _SUMS:
+        block_counts |= {blocks: blocks for blocks in _BLOCKS}
     if num_blocks is not None:
         block_counts = {num_blocks: num_blocks}
     for mechanism in ("register", "tma"):
@@ -227,7 +231,7 @@ def _stores(
                 continue
             # A tile is longer than what the full rate needs, so the row sets the length of copies.
             share = min(1.0, work.inner_bytes / hardware.tma_full_rate_bytes)
-        if work.op in ("psum", "psum_scatter"):
+        if work.op in _SUMS:
             most = hardware.reduce_bandwidth
         for asked, blocks in block_counts.items():
             rate = share * min(most, _rate(hardware, mechanism, blocks))
