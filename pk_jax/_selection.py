@@ -33,7 +33,6 @@ OPS = (
     "ppermute",
     "ragged_all_to_all",
 )
-CUDA_OPS = tuple(op for op in OPS if op != "ragged_all_to_all")
 
 # The ops that are composed of CUDA inside hosts and jax.lax across.
 HIERARCHICAL_OPS = ("all_gather", "psum", "pmax", "pmin", "pmean", "psum_scatter")
@@ -94,8 +93,6 @@ def decide(
     Raises:
         RuntimeError: another process of the run did not say what it can do.
     """
-    if op not in CUDA_OPS:
-        return Decision("reference", why_no_kernel(op))
     reason = why_not_dtype(dtype, op) or why_not_sizes(groups)
     if reason is not None:
         return Decision("reference", reason)
@@ -108,11 +105,6 @@ def decide(
     if reason is not None:
         return Decision("reference", reason, logging.WARNING)
     return Decision("cuda")
-
-
-def why_no_kernel(op: str) -> str:
-    """What to say of an op that has no CUDA implementation."""
-    return f"{op} has no CUDA implementation yet and runs through jax.lax"
 
 
 def why_not_dtype(dtype: Any, op: str | None = None) -> str | None:
@@ -223,8 +215,6 @@ def paths(devices: Sequence[Device] | None = None) -> list[Path]:
 
 def why_platform(op: str, *platforms: str) -> str:
     """What to say of an op lowered for a platform other than CUDA, or for several at once."""
-    if op not in CUDA_OPS:
-        return why_no_kernel(op)
     names = " and ".join(map(repr, platforms))
     return (
         f"{op} is lowered for platform {names}, and its kernels need CUDA devices; "

@@ -29,7 +29,6 @@ OPS = {
     ),
 }
 every_op = pytest.mark.parametrize("op", OPS)
-with_kernels = pytest.mark.parametrize("op", sorted(set(OPS) & set(_selection.CUDA_OPS)))
 with_groups = pytest.mark.parametrize("op", sorted(set(OPS) - {"ppermute"}))
 
 
@@ -263,13 +262,13 @@ def test_ranks_counted_from_the_end(mesh_of, per_rank):
         np.testing.assert_array_equal(got, [[0, 0], x[3], x[0], [0, 0]])
 
 
-@with_kernels
+@every_op
 def test_cuda_on_the_cpu(op, mesh_of, per_rank):
     with pytest.raises(NotImplementedError, match=r"^p?\w+ is .*'cpu', and its kernels need CUDA"):
         per_rank(mesh_of(x=2), lambda x: OPS[op](x, "x", implementation="cuda"), jnp.zeros((2, 2)))
 
 
-@with_kernels
+@every_op
 @pytest.mark.parametrize("shape", [(2, 0), (1, 3)])
 def test_cuda_where_nothing_moves(op, shape, mesh_of, per_rank):
     # No elements, or one rank: there is nothing to run on CUDA, so nothing to refuse.
@@ -279,6 +278,10 @@ def test_cuda_where_nothing_moves(op, shape, mesh_of, per_rank):
     def run(**kwargs):
         if op == "ppermute":
             return per_rank(mesh_of(x=size), lambda x: pk.ppermute(x, "x", [(0, 0)], **kwargs), x)
+        if op == "ragged_all_to_all":
+            index = jnp.zeros(size, jnp.int32)
+            f = lambda x: pk.ragged_all_to_all(x, x, *[index] * 4, axis_name="x", **kwargs)  # noqa: E731
+            return per_rank(mesh_of(x=size), f, x)
         return per_rank(mesh_of(x=size), lambda x: OPS[op](x, "x", **kwargs), x)
 
     np.testing.assert_array_equal(run(implementation="cuda"), run(implementation="reference"))

@@ -160,7 +160,8 @@ template <typename T, typename Op, typename Vector>
 __device__ __forceinline__ void combine_tile(const CommView& comm, const ReduceArgs& args,
                                              const Guests& guests, const RowTile& tile,
                                              const reg::Threads& threads) {
-  constexpr int kUnroll = 2;
+  // As many as there are registers for.
+  constexpr int kUnroll = sizeof(T) == 2 || sizeof(T) == 4 ? 2 : 1;
   const uint32_t per_row = tile.num_cols / sizeof(Vector), total = tile.num_rows * per_row;
   for (uint32_t i = threads.index; i < total; i += kUnroll * threads.count) {
     combine_vectors<T, Op, Vector, kUnroll>(comm, args, guests, tile, per_row, i, threads.count,
