@@ -86,7 +86,9 @@ void VirtualRanks::on_every_rank(Body body) {
   }
   for (std::thread& thread : threads) thread.join();
   for (const std::exception_ptr& failure : failures) {
-    if (failure) std::rethrow_exception(failure);
+    if (!failure) continue;
+    meeting_ = std::make_shared<Meeting>(num_ranks());  // who failed has left the old one
+    std::rethrow_exception(failure);
   }
 }
 

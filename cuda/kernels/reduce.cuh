@@ -1,13 +1,17 @@
 // The kernels behind reduce.h, for any element and reduction.
 //
 // Simple protocol: parts are pushed into the owners' scratch, tile by tile; block b of a rank
-// pushes to, and combines what comes from, block b of each peer. The warps of a block have three
-// roles, so that the link is never left waiting for arithmetic:
+// pushes to, and combines what comes from, block b of each peer. One warp of a block pushes, by
+// bulk copies that need no thread while they fly, and announces each tile that has arrived; the
+// others combine:
 //
-//   pushers      tile 0 | tile 1 | tile 2 | tile 3 | ...            stores to the peers
-//   announcer        └ tile 0 is there ┘└ tiles 1, 2 are there ┘    one release for all that is
-//   done combiners            wait, combine tile 0 | wait, combine 1 | ...  of all ranks, in rank
-//   order
+//   pusher       tile 0 | tile 1 | tile 2 | tile 3 | ...           bulk copies to the peers
+//                          announce 0 | announce 1 | ...           as they arrive
+//   combiners         wait, combine tile 0 | wait, combine 1 | ... of all ranks, in rank order
+//
+// so that the link never waits for arithmetic. (With stores by registers each announcement would
+// wait for every store of its SM: half the rate.) Rows that bulk copies cannot take are stored by
+// all threads, and combined when all are there.
 //
 // By push and not by pull: stores keep the link's speed in both directions, loads lose a tenth.
 //
@@ -28,18 +32,18 @@
 #include "kernels/reduce.h"
 #include "mechanism/low_latency.cuh"
 #include "mechanism/register.cuh"
+#include "mechanism/tma.cuh"
 #include "schedule/rendezvous.cuh"
 #include "tile/combine.cuh"
 #include "tile/launch.h"
 
 namespace pk::reduce {
 
-inline constexpr uint32_t kPusherWarps = 8;
-inline constexpr uint32_t kCombinerWarps = 7;  // 16 warps in all: 128 registers a thread
-inline constexpr uint32_t kAnnouncerWarp = kPusherWarps + kCombinerWarps;
-inline constexpr int kThreads = 32 * (kAnnouncerWarp + 1);
+inline constexpr int kThreads = 512;
+inline constexpr uint32_t kCombiners = kThreads - 32;  // the first warp pushes
 // Small: what comes last is combined after the link has gone quiet.
 inline constexpr uint32_t kTileBytes = 8 << 10;
+using Ring = tma::Ring<16, kTileBytes>;
 inline constexpr int kLowLatencyThreads = 256;
 
 // The slot of `source` in the scratch of `owner`, which needs none for itself.
@@ -65,48 +69,61 @@ struct Share {
   }
 };
 
-// How many tiles each pusher has stored; in shared memory.
-struct Progress {
-  uint32_t tiles[kPusherWarps];
-};
+// The move of tile `i`: to one peer, or to all if they get the same. Bulk copies take whole 16
+// bytes, and there is room for them at the end of a part: XLA's buffers and the slots are padded.
+__device__ __forceinline__ Move move_of(const CommView& comm, const ReduceArgs& args,
+                                        const RowTile& tile, int step) {
+  const int peer = (comm.rank + 1 + step) % comm.num_ranks;
+  if (args.pattern == Pattern::kOneShot) {
+    RowTile whole = tile;
+    whole.num_cols = (tile.num_cols + 15) / 16 * 16;
+    return {{args.source, args.from, 0}, whole, peer, comm.num_ranks - 1};
+  }
+  RowTile part = clipped(args, tile, peer);
+  part.num_cols = (part.num_cols + 15) / 16 * 16;
+  return {{args.source, args.from, peer}, part, peer, 1};
+}
 
-template <typename Vector>
-__device__ __forceinline__ void push(const CommView& comm, const ReduceArgs& args,
-                                     const Guests& guests, const Share& share, Progress& progress) {
-  const PeerTensor scratch{guests.address[0], comm.num_ranks, PartLayout::packed(args.inner), 0};
-  const reg::Threads threads{threadIdx.x, 32 * kPusherWarps};
-  for (uint32_t i = 0; i < share.count; ++i) {
-    const RowTile tile = share.tile(i);
-    for (int k = 1; k < comm.num_ranks; ++k) {
-      const int peer = (comm.rank + k) % comm.num_ranks;
-      reg::store_tile<Vector>(
-          scratch, {{args.source, args.from, peer}, clipped(args, tile, peer), peer, 1}, threads);
-    }
-    __syncwarp();
-    // Release of this warp's stores (gathered by the barrier); pairs with the announcer's acquire.
-    if (threadIdx.x % 32 == 0) ptx::st_release_cta(&progress.tiles[threadIdx.x / 32], i + 1);
+// Tells peers that `count` more tiles of this block are in their scratch. One warp.
+__device__ __forceinline__ void announce(const CommView& comm, const ReduceArgs& args,
+                                         int first_rank, int num_peers, uint32_t count) {
+  for (int k = threadIdx.x % 32; k < num_peers; k += 32) {
+    const int peer = (first_rank + k) % comm.num_ranks;
+    // Release of the tiles, which have arrived; pairs with the acquire in the peer's combine().
+    ptx::red_add_release_sys(
+        &signal_page(comm, peer).channels[args.channel].staged[comm.rank][blockIdx.x], count);
   }
 }
 
-// Tells the peers how many tiles all pushers have stored.
-__device__ __forceinline__ void announce(const CommView& comm, const ReduceArgs& args,
-                                         const Share& share, const Progress& progress) {
-  const uint32_t lane = threadIdx.x % 32;
-  for (uint32_t announced = 0; announced < share.count;) {
-    uint32_t done = share.count;
-    if (lane < kPusherWarps) done = ptx::ld_acquire_cta(&progress.tiles[lane]);
-    done = __reduce_min_sync(~0u, done);
-    if (done == announced) continue;
-    for (int peer = lane; peer < comm.num_ranks; peer += 32) {
-      if (peer == comm.rank) continue;
-      // Release of the pushers' stores, acquired above; pairs with the acquire in the peer's
-      // combine().
-      ptx::red_add_release_sys(
-          &signal_page(comm, peer).channels[args.channel].staged[comm.rank][blockIdx.x],
-          done - announced);
+// The first warp.
+__device__ __forceinline__ void push(const CommView& comm, const ReduceArgs& args,
+                                     const Guests& guests, const Share& share, Ring& ring) {
+  const PeerTensor scratch{guests.address[0], comm.num_ranks, PartLayout::packed(args.inner), 0};
+  const int steps = args.pattern == Pattern::kOneShot ? 1 : comm.num_ranks - 1;
+  tma::store_tiles(
+      ring, scratch,
+      [&](int64_t i) {
+        const auto tile = static_cast<uint32_t>(i) / steps;
+        return move_of(comm, args, share.tile(tile), static_cast<uint32_t>(i) - tile * steps);
+      },
+      0, 1, static_cast<int64_t>(share.count) * steps, [] { ptx::fence_proxy_async(); },
+      [&](const Move& move) { announce(comm, args, move.first_rank, move.count, 1); });
+}
+
+// All threads: every tile, by elements.
+template <typename T>
+__device__ __forceinline__ void push_elements(const CommView& comm, const ReduceArgs& args,
+                                              const Guests& guests, const Share& share) {
+  const PeerTensor scratch{guests.address[0], comm.num_ranks, PartLayout::packed(args.inner), 0};
+  for (uint32_t i = 0; i < share.count; ++i) {
+    for (int k = 1; k < comm.num_ranks; ++k) {
+      const int peer = (comm.rank + k) % comm.num_ranks;
+      reg::store_tile<T>(scratch, {{args.source, args.from, peer}, share.tile(i), peer, 1});
     }
-    announced = done;
   }
+  __syncthreads();
+  if (threadIdx.x < 32)
+    announce(comm, args, (comm.rank + 1) % comm.num_ranks, comm.num_ranks - 1, share.count);
 }
 
 // Combines kUnroll vectors of all ranks' and stores the results. Vector i of a tile is in row i /
@@ -159,16 +176,16 @@ __device__ __forceinline__ void combine_vectors(const CommView& comm, const Redu
 template <typename T, typename Op, typename Vector>
 __device__ __forceinline__ void combine_tile(const CommView& comm, const ReduceArgs& args,
                                              const Guests& guests, const RowTile& tile,
-                                             const reg::Threads& threads) {
+                                             uint32_t thread) {
   // As many as there are registers for.
   constexpr int kUnroll = sizeof(T) == 2 || sizeof(T) == 4 ? 2 : 1;
   const uint32_t per_row = tile.num_cols / sizeof(Vector), total = tile.num_rows * per_row;
-  for (uint32_t i = threads.index; i < total; i += kUnroll * threads.count) {
-    combine_vectors<T, Op, Vector, kUnroll>(comm, args, guests, tile, per_row, i, threads.count,
+  for (uint32_t i = thread; i < total; i += kUnroll * kCombiners) {
+    combine_vectors<T, Op, Vector, kUnroll>(comm, args, guests, tile, per_row, i, kCombiners,
                                             total);
   }
   // A part of a single row may end with less than a vector.
-  const uint32_t tail = per_row * (sizeof(Vector) / sizeof(T)) + threads.index;
+  const uint32_t tail = per_row * (sizeof(Vector) / sizeof(T)) + thread;
   const uint32_t end = tile.num_cols / sizeof(T);
   if (sizeof(Vector) > sizeof(T) && tile.num_rows == 1 && tail < end)
     combine_vectors<T, Op, T, 1>(comm, args, guests, tile, end, tail, 1, end);
@@ -180,7 +197,7 @@ __device__ __forceinline__ void combine(const Waiter& waiter, const ReduceArgs& 
                                         const Guests& guests, const Share& share) {
   const CommView& comm = waiter.comm;
   Channel& channel = channel_of(waiter);
-  const reg::Threads threads{threadIdx.x - 32 * kPusherWarps, 32 * kCombinerWarps};
+  const uint32_t thread = threadIdx.x - 32;
   const uint32_t before = channel.staged_before[blockIdx.x];
   for (uint32_t i = 0; i < share.count; ++i) {
     for (int peer = threadIdx.x % 32; peer < comm.num_ranks; peer += 32) {
@@ -191,38 +208,16 @@ __device__ __forceinline__ void combine(const Waiter& waiter, const ReduceArgs& 
     const RowTile tile = clipped(args, share.tile(i), comm.rank);
     switch (args.reduction) {
       case Reduction::kSum:
-        combine_tile<T, Sum, Vector>(comm, args, guests, tile, threads);
+        combine_tile<T, Sum, Vector>(comm, args, guests, tile, thread);
         break;
       case Reduction::kMax:
-        combine_tile<T, Max, Vector>(comm, args, guests, tile, threads);
+        combine_tile<T, Max, Vector>(comm, args, guests, tile, thread);
         break;
       case Reduction::kMin:
-        combine_tile<T, Min, Vector>(comm, args, guests, tile, threads);
+        combine_tile<T, Min, Vector>(comm, args, guests, tile, thread);
         break;
     }
   }
-}
-
-template <typename T, typename Vector>
-__device__ __forceinline__ void run_tiles(const Waiter& waiter, const ReduceArgs& args,
-                                          const Guests& guests) {
-  __shared__ Progress progress;
-  const RowTiles tiles = RowTiles::make(args.rows, args.inner, kTileBytes);
-  const Share share{
-      tiles, static_cast<uint32_t>((tiles.num_tiles - blockIdx.x + gridDim.x - 1) / gridDim.x)};
-  if (threadIdx.x < kPusherWarps) progress.tiles[threadIdx.x] = 0;
-  __syncthreads();
-  const uint32_t warp = threadIdx.x / 32;
-  if (warp < kPusherWarps) {
-    push<Vector>(waiter.comm, args, guests, share, progress);
-  } else if (warp == kAnnouncerWarp) {
-    announce(waiter.comm, args, share, progress);
-  } else {
-    combine<T, Vector>(waiter, args, guests, share);
-  }
-  __syncthreads();
-  // Read again by this block of a later call only.
-  if (threadIdx.x == 0) channel_of(waiter).staged_before[blockIdx.x] += share.count;
 }
 
 // All threads: stops the op if a peer runs another grid, for its blocks would wait for ever.
@@ -238,8 +233,11 @@ __device__ __forceinline__ void check_grids(const Waiter& waiter, const Guests& 
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
     by_push(const __grid_constant__ CommView comm, const __grid_constant__ ReduceArgs args,
-            const bool vectors) {
+            const bool bulk) {
+  extern __shared__ __align__(128) char shared[];
   __shared__ Guests guests;
+  Ring& ring = *reinterpret_cast<Ring*>(shared);
+  if (threadIdx.x < 32) ring.init();
   const Waiter waiter{comm, args.op, args.channel};
   const Published mine[] = {args.scratch, args.result};
   const uint32_t epoch = enter(waiter, mine, guests);
@@ -249,11 +247,22 @@ __global__ void __launch_bounds__(kThreads, 1)
       guests.address[0][peer] += slot_of(comm.rank, peer) * scratch_slot(args.rows * args.inner);
   }
   __syncthreads();
-  if (vectors) {
-    run_tiles<T, uint4>(waiter, args, guests);
+  const RowTiles tiles = RowTiles::make(args.rows, args.inner, kTileBytes);
+  const Share share{
+      tiles, static_cast<uint32_t>((tiles.num_tiles - blockIdx.x + gridDim.x - 1) / gridDim.x)};
+  if (bulk) {
+    if (threadIdx.x < 32) {
+      push(comm, args, guests, share, ring);
+    } else {
+      combine<T, uint4>(waiter, args, guests, share);
+    }
   } else {
-    run_tiles<T, T>(waiter, args, guests);
+    push_elements<T>(comm, args, guests, share);
+    if (threadIdx.x >= 32) combine<T, T>(waiter, args, guests, share);
   }
+  __syncthreads();
+  // Read again by this block of a later call only.
+  if (threadIdx.x == 0) channel_of(waiter).staged_before[blockIdx.x] += share.count;
   if (args.pattern == Pattern::kTwoShot) {
     leave(waiter, epoch, guests);
   } else {
@@ -334,14 +343,24 @@ cudaError_t launch(const CommView& comm, const ReduceArgs& args, Protocol protoc
   const RowTiles tiles = RowTiles::make(args.rows, args.inner, kTileBytes);
   const int most = args.num_blocks > 0 ? args.num_blocks : args.num_sms;
   const int blocks = static_cast<int>(std::min<int64_t>({tiles.num_tiles, most, kMaxBlocks}));
-  const bool vectors = args.inner % 16 == 0 || (args.rows == 1 && args.from.rank_pitch % 16 == 0);
-  by_push<T><<<blocks, kThreads, 0, stream>>>(comm, args, vectors);
+  const bool bulk = args.inner % 16 == 0 || (args.rows == 1 && args.from.rank_pitch % 16 == 0);
+  by_push<T><<<blocks, kThreads, sizeof(Ring), stream>>>(comm, args, bulk);
   return cudaGetLastError();
 }
 
 template <typename... T>
 cudaError_t load() {
-  return load_kernels({kernel_pointer(by_push<T>)..., kernel_pointer(by_low_latency<T>)...});
+  if (cudaError_t error =
+          load_kernels({kernel_pointer(by_push<T>)..., kernel_pointer(by_low_latency<T>)...})) {
+    return error;
+  }
+  for (const void* kernel : {kernel_pointer(by_push<T>)...}) {
+    if (cudaError_t error = cudaFuncSetAttribute(
+            kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Ring))) {
+      return error;
+    }
+  }
+  return cudaSuccess;
 }
 
 // In files of their own, which compile side by side: reduce_floats.cu, reduce_integers.cu.

@@ -12,18 +12,10 @@
 
 namespace pk::reg {
 
-// The threads that share a piece of work: a block, or those of its warps that have one role.
-struct Threads {
-  uint32_t index;
-  uint32_t count;
-};
-__device__ __forceinline__ Threads whole_block() { return {threadIdx.x, blockDim.x}; }
-
-// Carries out a move. The source is read once, however many ranks it goes to. A tile of a single
-// row may end with less than a vector; the rows of others are whole vectors.
+// One block carries out a move. The source is read once, however many ranks it goes to. A tile of a
+// single row may end with less than a vector; the rows of others are whole vectors.
 template <typename Vector>
-__device__ __forceinline__ void store_tile(const PeerTensor& destination, const Move& move,
-                                           const Threads& threads = whole_block()) {
+__device__ __forceinline__ void store_tile(const PeerTensor& destination, const Move& move) {
   const auto& [source, tile, first_rank, count] = move;
   constexpr int kUnroll = 4;
   constexpr uint32_t kBytes = sizeof(Vector);
@@ -34,12 +26,12 @@ __device__ __forceinline__ void store_tile(const PeerTensor& destination, const 
   const auto wrap = [&](int rank) {
     return rank >= destination.num_ranks ? rank - destination.num_ranks : rank;
   };
-  for (uint32_t start = threads.index; start < total; start += kUnroll * threads.count) {
+  for (uint32_t start = threadIdx.x; start < total; start += kUnroll * blockDim.x) {
     Vector value[kUnroll];
     int64_t place[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      const uint32_t i = start + u * threads.count;
+      const uint32_t i = start + u * blockDim.x;
       if (i >= total) continue;
       if (tile.num_rows == 1) {
         value[u] = reinterpret_cast<const Vector*>(from)[i];
@@ -55,14 +47,14 @@ __device__ __forceinline__ void store_tile(const PeerTensor& destination, const 
       char* to = destination.base[wrap(first_rank + k)];
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
-        if (start + u * threads.count < total) *reinterpret_cast<Vector*>(to + place[u]) = value[u];
+        if (start + u * blockDim.x < total) *reinterpret_cast<Vector*>(to + place[u]) = value[u];
       }
     }
   }
   if constexpr (kBytes > 1) {
     const uint32_t tail = tile.num_rows == 1 ? tile.num_cols % kBytes : 0;
-    if (threads.index < tail) {
-      const uint32_t at = per_row * kBytes + threads.index;
+    if (threadIdx.x < tail) {
+      const uint32_t at = per_row * kBytes + threadIdx.x;
       for (int k = 0; k < count; ++k) destination.base[wrap(first_rank + k)][part + at] = from[at];
     }
   }

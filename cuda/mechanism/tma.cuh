@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "tile/move.h"
 #include "tile/peer_tensor.cuh"
@@ -32,27 +33,36 @@ struct Ring {
   }
 };
 
-// One warp (the whole block). Carries out move(first), move(first + stride), ... below `end`, each
-// to its place in the destination. `before_store` is called once, after the first loads are under
-// way and before the first store: the op waits for its peers there.
-template <int kStages, uint32_t kStageBytes, typename MoveOf, typename BeforeStore>
+// For ops that tell the peers only when all is stored.
+struct AtEnd {};
+
+// One warp. Carries out move(first), move(first + stride), ... below `end`, each to its place in
+// the destination. `before_store` is called once, after the first loads are under way and before
+// the first store: the op waits for its peers there. `stored(m)`, unless AtEnd, is called in order,
+// by all lanes, for each move whose bytes have arrived, a few moves behind.
+template <int kStages, uint32_t kStageBytes, typename MoveOf, typename BeforeStore,
+          typename Stored = AtEnd>
 __device__ __forceinline__ void store_tiles(Ring<kStages, kStageBytes>& ring,
                                             const PeerTensor& destination, MoveOf move,
                                             int64_t first, int64_t stride, int64_t end,
-                                            BeforeStore before_store) {
+                                            BeforeStore before_store, Stored stored = {}) {
   constexpr int kLookahead = Ring<kStages, kStageBytes>::kLookahead;
-  const int lane = threadIdx.x;
+  constexpr bool kAtEnd = std::is_same_v<Stored, AtEnd>;
+  // Enough in flight for the link, and no more: what follows waits for `stored`.
+  constexpr int kBehind = kLookahead < 2 ? kLookahead : 2;
+  const int lane = threadIdx.x % 32;
   const int64_t count = end > first ? (end - first + stride - 1) / stride : 0;
+  const auto move_of = [&](int64_t i) -> Move { return move(first + i * stride); };
   const auto load = [&](int64_t i) {
-    const Move m = move(first + i * stride);
+    const Move m = move_of(i);
     const int s = i % kStages;
     // Bytes may land before they are expected: the phase cannot end before this arrival.
     if (lane == 0) ptx::mbarrier_arrive_expect_tx(&ring.loaded[s], m.tile.bytes());
     // Rows that follow each other in memory are one copy.
-    const bool whole =
-        m.tile.num_rows == 1 || m.source.layout.row_pitch == m.tile.num_cols &&
-                                    m.source.layout.rows_per_band == PartLayout::kOneBand;
-    const uint32_t pieces = whole ? 1 : m.tile.num_rows;
+    const PartLayout& from = m.source.layout;
+    const bool whole = m.tile.num_rows == 1 || (from.row_pitch == m.tile.num_cols &&
+                                                from.rows_per_band == PartLayout::kOneBand);
+    const uint32_t pieces = m.tile.bytes() == 0 ? 0 : whole ? 1 : m.tile.num_rows;
     const uint32_t bytes = whole ? m.tile.bytes() : m.tile.num_cols;
     for (uint32_t row = lane; row < pieces; row += 32) {
       ptx::cp_async_bulk_load(ring.stage[s] + row * m.tile.num_cols,
@@ -62,13 +72,13 @@ __device__ __forceinline__ void store_tiles(Ring<kStages, kStageBytes>& ring,
   for (int64_t i = 0; i < count && i < kLookahead; ++i) load(i);
   before_store();
   for (int64_t i = 0; i < count; ++i) {
-    const Move m = move(first + i * stride);
+    const Move m = move_of(i);
     const int s = i % kStages;
     while (!ptx::mbarrier_try_wait_parity(&ring.loaded[s], (i / kStages) & 1)) {
     }
     // One piece a (row, rank); lanes share them. Ranks rotate so that the senders do not all load
     // the same link first.
-    const uint32_t pieces = m.tile.num_rows * m.count;
+    const uint32_t pieces = m.tile.bytes() == 0 ? 0 : m.tile.num_rows * m.count;
     for (uint32_t piece = lane; piece < pieces; piece += 32) {
       const uint32_t row = m.count == 1 ? piece : piece / m.count;
       int rank = m.first_rank + static_cast<int>(piece - row * m.count);
@@ -77,10 +87,16 @@ __device__ __forceinline__ void store_tiles(Ring<kStages, kStageBytes>& ring,
                                ring.stage[s] + row * m.tile.num_cols, m.tile.num_cols);
     }
     ptx::cp_async_bulk_commit_group();
+    if constexpr (!kAtEnd) {
+      ptx::cp_async_bulk_wait_group<kBehind>();
+      ptx::fence_proxy_async();
+      __syncwarp();
+      if (i >= kBehind) stored(move_of(i - kBehind));
+    }
     if (i + kLookahead < count) {
       // The stage that move i + kLookahead will fill was last stored from by move i - kLookahead:
       // its group must have been read.
-      ptx::cp_async_bulk_wait_group_read<kLookahead>();
+      if constexpr (kAtEnd) ptx::cp_async_bulk_wait_group_read<kLookahead>();
       __syncwarp();
       load(i + kLookahead);
     }
@@ -89,6 +105,10 @@ __device__ __forceinline__ void store_tiles(Ring<kStages, kStageBytes>& ring,
   // fence orders these async writes before the generic-proxy release that announces them.
   ptx::cp_async_bulk_wait_group<0>();
   ptx::fence_proxy_async();
+  if constexpr (!kAtEnd) {
+    __syncwarp();
+    for (int64_t i = count > kBehind ? count - kBehind : 0; i < count; ++i) stored(move_of(i));
+  }
 }
 
 }  // namespace pk::tma
