@@ -1,17 +1,20 @@
 // The kernels behind reduce.h, for any element and reduction.
 //
 // Simple protocol: parts are pushed into the owners' scratch, tile by tile; block b of a rank
-// pushes to, and combines what comes from, block b of each peer. One warp of a block pushes, by
-// bulk copies that need no thread while they fly, and announces each tile that has arrived; the
-// others combine:
+// pushes to, and combines what comes from, block b of each peer. The warps of a block have three
+// roles, so that the link never waits for arithmetic:
 //
-//   pusher       tile 0 | tile 1 | tile 2 | tile 3 | ...           bulk copies to the peers
-//                          announce 0 | announce 1 | ...           as they arrive
-//   combiners         wait, combine tile 0 | wait, combine 1 | ... of all ranks, in rank order
+//   pusher (1)      tile 0 | tile 1 | tile 2 | tile 3 | ...      bulk copies to the peers,
+//   announced
+//                                 └ announce └ announce ...      a few at a time as they arrive
+//   watcher (1)     tiles 0..2 of all peers are here | 0..4 | ...
+//   combiners (14)    tile 0, of all ranks in rank order | tile 2 | ...
+//                     tile 1                             | tile 3 | ...
 //
-// so that the link never waits for arithmetic. (With stores by registers each announcement would
-// wait for every store of its SM: half the rate.) Rows that bulk copies cannot take are stored by
-// all threads, and combined when all are there.
+// One watcher, because every warp that polls for itself hammers the same few lines of the L2. Tiles
+// are announced together, because a release waits for all that its SM has written.
+//
+// Rows that bulk copies cannot take are stored by all threads, and combined when all are there.
 //
 // By push and not by pull: stores keep the link's speed in both directions, loads lose a tenth.
 //
@@ -40,9 +43,12 @@
 namespace pk::reduce {
 
 inline constexpr int kThreads = 512;
-inline constexpr uint32_t kCombiners = kThreads - 32;  // the first warp pushes
+enum Warp : uint32_t { kPusher, kWatcher, kFirstCombiner };
+inline constexpr uint32_t kGroups = 2;  // of combiners, each at a tile of its own
+inline constexpr uint32_t kGroupThreads = (kThreads - 32 * kFirstCombiner) / kGroups;
 // Small: what comes last is combined after the link has gone quiet.
 inline constexpr uint32_t kTileBytes = 8 << 10;
+inline constexpr uint32_t kTilesAnnounced = 4;
 using Ring = tma::Ring<16, kTileBytes>;
 inline constexpr int kLowLatencyThreads = 256;
 
@@ -89,25 +95,60 @@ __device__ __forceinline__ void announce(const CommView& comm, const ReduceArgs&
                                          int first_rank, int num_peers, uint32_t count) {
   for (int k = threadIdx.x % 32; k < num_peers; k += 32) {
     const int peer = (first_rank + k) % comm.num_ranks;
-    // Release of the tiles, which have arrived; pairs with the acquire in the peer's combine().
+    // Release of the tiles, which have arrived; pairs with the acquire in the peer's watch().
     ptx::red_add_release_sys(
         &signal_page(comm, peer).channels[args.channel].staged[comm.rank][blockIdx.x], count);
   }
 }
 
-// The first warp.
+// How many tiles to announce when tile `i` of `count` has arrived: several at a time, the last ones
+// alone.
+__device__ __forceinline__ uint32_t due(uint32_t i, uint32_t count) {
+  const auto alone = [&](uint32_t tile) { return tile + kTilesAnnounced > count; };
+  const uint32_t place = i % kTilesAnnounced;
+  if (place != kTilesAnnounced - 1 && !alone(i)) return 0;
+  return place == 0 || alone(i - 1) ? 1 : place + 1;
+}
+
 __device__ __forceinline__ void push(const CommView& comm, const ReduceArgs& args,
                                      const Guests& guests, const Share& share, Ring& ring) {
   const PeerTensor scratch{guests.address[0], comm.num_ranks, PartLayout::packed(args.inner), 0};
-  const int steps = args.pattern == Pattern::kOneShot ? 1 : comm.num_ranks - 1;
+  const uint32_t steps = args.pattern == Pattern::kOneShot ? 1 : comm.num_ranks - 1;
   tma::store_tiles(
       ring, scratch,
       [&](int64_t i) {
-        const auto tile = static_cast<uint32_t>(i) / steps;
+        const uint32_t tile = static_cast<uint32_t>(i) / steps;
         return move_of(comm, args, share.tile(tile), static_cast<uint32_t>(i) - tile * steps);
       },
       0, 1, static_cast<int64_t>(share.count) * steps, [] { ptx::fence_proxy_async(); },
-      [&](const Move& move) { announce(comm, args, move.first_rank, move.count, 1); });
+      [&](int64_t i, const Move& move) {
+        const uint32_t tiles = due(static_cast<uint32_t>(i) / steps, share.count);
+        if (tiles > 0) announce(comm, args, move.first_rank, move.count, tiles);
+      });
+}
+
+// Keeps `ready` at the number of tiles that all peers have announced.
+__device__ __forceinline__ void watch(const Waiter& waiter, const Share& share, uint32_t* ready) {
+  const CommView& comm = waiter.comm;
+  const Channel& channel = channel_of(waiter);
+  const uint32_t before = channel.staged_before[blockIdx.x];
+  for (uint32_t done = 0; done < share.count;) {
+    uint32_t least = share.count;
+    for (int peer = threadIdx.x % 32; peer < comm.num_ranks; peer += 32) {
+      if (peer == comm.rank) continue;
+      const uint32_t* counter = &channel.staged[peer][blockIdx.x];
+      uint32_t tiles = 0;
+      wait_until(waiter, Slot::kStaged, peer, before + done + 1, [&](uint32_t& seen) {
+        seen = ptx::ld_acquire_sys(counter);
+        tiles = seen - before;
+        return static_cast<int32_t>(tiles - done) > 0;
+      });
+      least = min(least, tiles);
+    }
+    done = __reduce_min_sync(~0u, least);
+    // Passes on what the lanes have acquired; pairs with the acquire in combine().
+    if (threadIdx.x % 32 == 0) ptx::st_release_cta(ready, done);
+  }
 }
 
 // All threads: every tile, by elements.
@@ -122,7 +163,7 @@ __device__ __forceinline__ void push_elements(const CommView& comm, const Reduce
     }
   }
   __syncthreads();
-  if (threadIdx.x < 32)
+  if (threadIdx.x / 32 == kPusher)
     announce(comm, args, (comm.rank + 1) % comm.num_ranks, comm.num_ranks - 1, share.count);
 }
 
@@ -145,18 +186,26 @@ __device__ __forceinline__ void combine_vectors(const CommView& comm, const Redu
     mine[u] = own.at(tile.row + row, col);
     at[u] = (tile.row + row) * args.inner + col;
   }
-  Combined<T, Op, Vector> total[kUnroll];
-  for (int rank = 0; rank < comm.num_ranks; ++rank) {
+  const auto load = [&](int rank, Vector(&vector)[kUnroll]) {
     const char* staged = args.scratch.address + slot_of(rank, comm.rank) * slot_bytes;
-    Vector vector[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       if (first + u * step < end)
         vector[u] = *reinterpret_cast<const Vector*>(rank == comm.rank ? mine[u] : staged + at[u]);
     }
+  };
+  Combined<T, Op, Vector> total[kUnroll];
+  Vector now[kUnroll], next[kUnroll];
+  load(0, now);
+  load(1, next);  // the trips to memory of two ranks at a time
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u)
-      rank == 0 ? total[u].start(vector[u]) : total[u].add(vector[u]);
+  for (int u = 0; u < kUnroll; ++u) total[u].start(now[u]);
+  for (int rank = 1; rank < comm.num_ranks; ++rank) {
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) now[u] = next[u];
+    if (rank + 1 < comm.num_ranks) load(rank + 1, next);
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) total[u].add(now[u]);
   }
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) {
@@ -178,10 +227,10 @@ __device__ __forceinline__ void combine_tile(const CommView& comm, const ReduceA
                                              const Guests& guests, const RowTile& tile,
                                              uint32_t thread) {
   // As many as there are registers for.
-  constexpr int kUnroll = sizeof(T) == 2 || sizeof(T) == 4 ? 2 : 1;
+  constexpr int kUnroll = std::is_integral_v<T> || sizeof(T) == 8 ? 1 : 2;
   const uint32_t per_row = tile.num_cols / sizeof(Vector), total = tile.num_rows * per_row;
-  for (uint32_t i = thread; i < total; i += kUnroll * kCombiners) {
-    combine_vectors<T, Op, Vector, kUnroll>(comm, args, guests, tile, per_row, i, kCombiners,
+  for (uint32_t i = thread; i < total; i += kUnroll * kGroupThreads) {
+    combine_vectors<T, Op, Vector, kUnroll>(comm, args, guests, tile, per_row, i, kGroupThreads,
                                             total);
   }
   // A part of a single row may end with less than a vector.
@@ -191,20 +240,17 @@ __device__ __forceinline__ void combine_tile(const CommView& comm, const ReduceA
     combine_vectors<T, Op, T, 1>(comm, args, guests, tile, end, tail, 1, end);
 }
 
-// The tiles of this rank's part, each when all peers have announced theirs.
+// The tiles of this rank's part, each when all peers' are there.
 template <typename T, typename Vector>
-__device__ __forceinline__ void combine(const Waiter& waiter, const ReduceArgs& args,
-                                        const Guests& guests, const Share& share) {
-  const CommView& comm = waiter.comm;
-  Channel& channel = channel_of(waiter);
-  const uint32_t thread = threadIdx.x - 32;
-  const uint32_t before = channel.staged_before[blockIdx.x];
-  for (uint32_t i = 0; i < share.count; ++i) {
-    for (int peer = threadIdx.x % 32; peer < comm.num_ranks; peer += 32) {
-      if (peer == comm.rank) continue;
-      wait_signal(waiter, Slot::kStaged, peer, &channel.staged[peer][blockIdx.x], before + i + 1);
+__device__ __forceinline__ void combine(const CommView& comm, const ReduceArgs& args,
+                                        const Guests& guests, const Share& share,
+                                        const uint32_t* ready) {
+  const uint32_t combiner = threadIdx.x - 32 * kFirstCombiner;
+  const uint32_t group = combiner / kGroupThreads, thread = combiner % kGroupThreads;
+  for (uint32_t i = group; i < share.count; i += kGroups) {
+    // Without a limit of its own: the watcher has one for all.
+    while (ptx::ld_acquire_cta(ready) <= i) {
     }
-    __syncwarp();
     const RowTile tile = clipped(args, share.tile(i), comm.rank);
     switch (args.reduction) {
       case Reduction::kSum:
@@ -236,8 +282,10 @@ __global__ void __launch_bounds__(kThreads, 1)
             const bool bulk) {
   extern __shared__ __align__(128) char shared[];
   __shared__ Guests guests;
+  __shared__ uint32_t ready;  // tiles that all peers have announced
+  if (threadIdx.x == 0) ready = 0;
   Ring& ring = *reinterpret_cast<Ring*>(shared);
-  if (threadIdx.x < 32) ring.init();
+  if (threadIdx.x / 32 == kPusher) ring.init();
   const Waiter waiter{comm, args.op, args.channel};
   const Published mine[] = {args.scratch, args.result};
   const uint32_t epoch = enter(waiter, mine, guests);
@@ -250,15 +298,16 @@ __global__ void __launch_bounds__(kThreads, 1)
   const RowTiles tiles = RowTiles::make(args.rows, args.inner, kTileBytes);
   const Share share{
       tiles, static_cast<uint32_t>((tiles.num_tiles - blockIdx.x + gridDim.x - 1) / gridDim.x)};
-  if (bulk) {
-    if (threadIdx.x < 32) {
-      push(comm, args, guests, share, ring);
-    } else {
-      combine<T, uint4>(waiter, args, guests, share);
-    }
+  const uint32_t warp = threadIdx.x / 32;
+  if (!bulk) push_elements<T>(comm, args, guests, share);
+  if (warp == kPusher) {
+    if (bulk) push(comm, args, guests, share, ring);
+  } else if (warp == kWatcher) {
+    watch(waiter, share, &ready);
+  } else if (bulk) {
+    combine<T, uint4>(comm, args, guests, share, &ready);
   } else {
-    push_elements<T>(comm, args, guests, share);
-    if (threadIdx.x >= 32) combine<T, T>(waiter, args, guests, share);
+    combine<T, T>(comm, args, guests, share, &ready);
   }
   __syncthreads();
   // Read again by this block of a later call only.

@@ -38,8 +38,8 @@ struct AtEnd {};
 
 // One warp. Carries out move(first), move(first + stride), ... below `end`, each to its place in
 // the destination. `before_store` is called once, after the first loads are under way and before
-// the first store: the op waits for its peers there. `stored(m)`, unless AtEnd, is called in order,
-// by all lanes, for each move whose bytes have arrived, a few moves behind.
+// the first store: the op waits for its peers there. `stored(i, m)`, unless AtEnd, is called in
+// order, by all lanes, for the i-th move m when its bytes have arrived, a few moves behind.
 template <int kStages, uint32_t kStageBytes, typename MoveOf, typename BeforeStore,
           typename Stored = AtEnd>
 __device__ __forceinline__ void store_tiles(Ring<kStages, kStageBytes>& ring,
@@ -91,7 +91,7 @@ __device__ __forceinline__ void store_tiles(Ring<kStages, kStageBytes>& ring,
       ptx::cp_async_bulk_wait_group<kBehind>();
       ptx::fence_proxy_async();
       __syncwarp();
-      if (i >= kBehind) stored(move_of(i - kBehind));
+      if (i >= kBehind) stored(i - kBehind, move_of(i - kBehind));
     }
     if (i + kLookahead < count) {
       // The stage that move i + kLookahead will fill was last stored from by move i - kLookahead:
@@ -107,7 +107,7 @@ __device__ __forceinline__ void store_tiles(Ring<kStages, kStageBytes>& ring,
   ptx::fence_proxy_async();
   if constexpr (!kAtEnd) {
     __syncwarp();
-    for (int64_t i = count > kBehind ? count - kBehind : 0; i < count; ++i) stored(move_of(i));
+    for (int64_t i = count > kBehind ? count - kBehind : 0; i < count; ++i) stored(i, move_of(i));
   }
 }
 

@@ -21,6 +21,17 @@ __device__ __forceinline__ void st_release_sys(uint32_t* address, uint32_t value
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+// Between the warps of a block; the word may lie in shared memory.
+__device__ __forceinline__ uint32_t ld_acquire_cta(const uint32_t* address) {
+  uint32_t value;
+  asm volatile("ld.acquire.cta.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void st_release_cta(uint32_t* address, uint32_t value) {
+  asm volatile("st.release.cta.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
 __device__ __forceinline__ uint64_t ld_relaxed_sys(const uint64_t* address) {
   uint64_t value;
   asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
