@@ -12,7 +12,8 @@
 //                     tile 1                             | tile 3 | ...
 //
 // One watcher, because every warp that polls for itself hammers the same few lines of the L2. Tiles
-// are announced together, because a release waits for all that its SM has written.
+// are announced together, because a release waits for all that its SM has written: 3 us, the time
+// of a tile.
 //
 // Rows that bulk copies cannot take are stored by all threads, and combined when all are there.
 //
@@ -46,9 +47,10 @@ inline constexpr int kThreads = 512;
 enum Warp : uint32_t { kPusher, kWatcher, kFirstCombiner };
 inline constexpr uint32_t kGroups = 2;  // of combiners, each at a tile of its own
 inline constexpr uint32_t kGroupThreads = (kThreads - 32 * kFirstCombiner) / kGroups;
-// Small: what comes last is combined after the link has gone quiet.
-inline constexpr uint32_t kTileBytes = 8 << 10;
-inline constexpr uint32_t kTilesAnnounced = 4;
+// Small, for what comes last is combined after the link has gone quiet; two vectors a combiner.
+inline constexpr int kVectors = 2;
+inline constexpr uint32_t kTileBytes = kVectors * 16 * kGroupThreads;
+inline constexpr uint32_t kTilesAnnounced = 8;
 using Ring = tma::Ring<16, kTileBytes>;
 inline constexpr int kLowLatencyThreads = 256;
 
@@ -101,13 +103,12 @@ __device__ __forceinline__ void announce(const CommView& comm, const ReduceArgs&
   }
 }
 
-// How many tiles to announce when tile `i` of `count` has arrived: several at a time, the last ones
-// alone.
+// How many tiles to announce when tile `i` of `count` has arrived: all since the last time, every
+// kTilesAnnounced tiles and at the end. Blocks take turns: announcing stops the pushes of an SM for
+// some microseconds, and if all stopped together the link would.
 __device__ __forceinline__ uint32_t due(uint32_t i, uint32_t count) {
-  const auto alone = [&](uint32_t tile) { return tile + kTilesAnnounced > count; };
-  const uint32_t place = i % kTilesAnnounced;
-  if (place != kTilesAnnounced - 1 && !alone(i)) return 0;
-  return place == 0 || alone(i - 1) ? 1 : place + 1;
+  const uint32_t place = (i + blockIdx.x) % kTilesAnnounced;
+  return place == kTilesAnnounced - 1 || i == count - 1 ? min(place, i) + 1 : 0;
 }
 
 __device__ __forceinline__ void push(const CommView& comm, const ReduceArgs& args,
@@ -227,7 +228,7 @@ __device__ __forceinline__ void combine_tile(const CommView& comm, const ReduceA
                                              const Guests& guests, const RowTile& tile,
                                              uint32_t thread) {
   // As many as there are registers for.
-  constexpr int kUnroll = std::is_integral_v<T> || sizeof(T) == 8 ? 1 : 2;
+  constexpr int kUnroll = std::is_integral_v<T> || sizeof(T) == 8 ? 1 : kVectors;
   const uint32_t per_row = tile.num_cols / sizeof(Vector), total = tile.num_rows * per_row;
   for (uint32_t i = thread; i < total; i += kUnroll * kGroupThreads) {
     combine_vectors<T, Op, Vector, kUnroll>(comm, args, guests, tile, per_row, i, kGroupThreads,

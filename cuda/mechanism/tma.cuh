@@ -49,7 +49,7 @@ __device__ __forceinline__ void store_tiles(Ring<kStages, kStageBytes>& ring,
   constexpr int kLookahead = Ring<kStages, kStageBytes>::kLookahead;
   constexpr bool kAtEnd = std::is_same_v<Stored, AtEnd>;
   // Enough in flight for the link, and no more: what follows waits for `stored`.
-  constexpr int kBehind = kLookahead < 2 ? kLookahead : 2;
+  constexpr int kBehind = kLookahead < 3 ? kLookahead : 3;
   const int lane = threadIdx.x % 32;
   const int64_t count = end > first ? (end - first + stride - 1) / stride : 0;
   const auto move_of = [&](int64_t i) -> Move { return move(first + i * stride); };
