@@ -33,13 +33,11 @@ def test_collectives_do_what_lax_does():
 
 @pytest.mark.needs_gpus(2)
 def test_collectives_do_what_lax_does_on_gpus():
-    from pk_jax._selection import CUDA_OPS
-
     report = sources.run_random(2000, 0, jax.devices("cuda"), size=16, strict=True)
     assert not report.differences, "\n".join(map(str, report.differences))
     assert report.counts["results"] >= 1000
     # The kernels were what ran.
-    missing = [op for op in CUDA_OPS if report.calls[_call(op)] < 20]
+    missing = [op for op in cases.OPS if report.calls[_call(op)] < 20]
     assert not missing, report.calls
 
 
