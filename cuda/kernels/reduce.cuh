@@ -47,11 +47,13 @@ inline constexpr int kThreads = 512;
 enum Warp : uint32_t { kPusher, kWatcher, kFirstCombiner };
 inline constexpr uint32_t kGroups = 2;  // of combiners, each at a tile of its own
 inline constexpr uint32_t kGroupThreads = (kThreads - 32 * kFirstCombiner) / kGroups;
-// Small, for what comes last is combined after the link has gone quiet; two vectors a combiner.
+// Long enough for the pusher, who takes 2 us a tile whatever its size; short, for what comes last
+// is combined after the link has gone quiet. A group combines one in two passes of two vectors.
 inline constexpr int kVectors = 2;
-inline constexpr uint32_t kTileBytes = kVectors * 16 * kGroupThreads;
+inline constexpr uint32_t kMostTileBytes = 2 * kVectors * 16 * kGroupThreads;
+inline constexpr uint32_t kLeastTileBytes = 4 << 10;
 inline constexpr uint32_t kTilesAnnounced = 8;
-using Ring = tma::Ring<16, kTileBytes>;
+using Ring = tma::Ring<8, kMostTileBytes>;
 inline constexpr int kLowLatencyThreads = 256;
 
 // The slot of `source` in the scratch of `owner`, which needs none for itself.
@@ -280,7 +282,7 @@ __device__ __forceinline__ void check_grids(const Waiter& waiter, const Guests& 
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
     by_push(const __grid_constant__ CommView comm, const __grid_constant__ ReduceArgs args,
-            const bool bulk) {
+            const uint32_t tile_bytes, const bool bulk) {
   extern __shared__ __align__(128) char shared[];
   __shared__ Guests guests;
   __shared__ uint32_t ready;  // tiles that all peers have announced
@@ -288,8 +290,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   Ring& ring = *reinterpret_cast<Ring*>(shared);
   if (threadIdx.x / 32 == kPusher) ring.init();
   const Waiter waiter{comm, args.op, args.channel};
-  const Published mine[] = {args.scratch, args.result};
-  const uint32_t epoch = enter(waiter, mine, guests);
+  uint32_t epoch;
+  if (args.pattern == Pattern::kTwoShot) {
+    const Published mine[] = {args.scratch, args.result};
+    epoch = enter(waiter, mine, guests);
+  } else {
+    const Published mine[] = {args.scratch};
+    epoch = enter(waiter, mine, guests);
+  }
   check_grids(waiter, guests);
   for (int peer = threadIdx.x; peer < comm.num_ranks; peer += blockDim.x) {
     if (peer != comm.rank)
@@ -376,6 +384,14 @@ __global__ void __launch_bounds__(kLowLatencyThreads, 1)
   end_block(channel, epoch);
 }
 
+// A tile size that gives every block the same number of tiles, or nearly.
+inline uint32_t even_tile(int64_t part_bytes, int blocks) {
+  const int64_t share = (part_bytes + blocks - 1) / blocks;
+  const int64_t tiles = (share + kMostTileBytes - 1) / kMostTileBytes;
+  const int64_t even = ((share + tiles - 1) / tiles + 127) / 128 * 128;
+  return static_cast<uint32_t>(std::clamp<int64_t>(even, kLeastTileBytes, kMostTileBytes));
+}
+
 template <typename T>
 cudaError_t launch(const CommView& comm, const ReduceArgs& args, Protocol protocol,
                    cudaStream_t stream) {
@@ -390,11 +406,12 @@ cudaError_t launch(const CommView& comm, const ReduceArgs& args, Protocol protoc
     by_low_latency<T><<<blocks, kLowLatencyThreads, 0, stream>>>(comm, args, granule);
     return cudaGetLastError();
   }
-  const RowTiles tiles = RowTiles::make(args.rows, args.inner, kTileBytes);
-  const int most = args.num_blocks > 0 ? args.num_blocks : args.num_sms;
-  const int blocks = static_cast<int>(std::min<int64_t>({tiles.num_tiles, most, kMaxBlocks}));
+  const int most = std::min(args.num_blocks > 0 ? args.num_blocks : args.num_sms, kMaxBlocks);
+  const uint32_t tile_bytes = even_tile(args.rows * args.inner, most);
+  const RowTiles tiles = RowTiles::make(args.rows, args.inner, tile_bytes);
+  const int blocks = static_cast<int>(std::min<int64_t>(tiles.num_tiles, most));
   const bool bulk = args.inner % 16 == 0 || (args.rows == 1 && args.from.rank_pitch % 16 == 0);
-  by_push<T><<<blocks, kThreads, sizeof(Ring), stream>>>(comm, args, bulk);
+  by_push<T><<<blocks, kThreads, sizeof(Ring), stream>>>(comm, args, tile_bytes, bulk);
   return cudaGetLastError();
 }
 

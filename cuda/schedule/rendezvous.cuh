@@ -72,7 +72,7 @@ __device__ __forceinline__ uint32_t enter(const Waiter& waiter, const Published 
   const uint32_t epoch = this_epoch(channel);
   const uint64_t tag = static_cast<uint64_t>(epoch) << 32;
   for (int peer = threadIdx.x; peer < comm.num_ranks; peer += blockDim.x) {
-    uint64_t* box = signal_page(comm, peer).channels[waiter.channel].invitation[comm.rank];
+    ulonglong2* box = signal_page(comm, peer).channels[waiter.channel].invitation[comm.rank];
 #pragma unroll
     for (int b = 0; b < kCount; ++b) {
       if (peer == comm.rank) {
@@ -83,23 +83,22 @@ __device__ __forceinline__ uint32_t enter(const Waiter& waiter, const Published 
       // poll below on the peer. What they say ("my earlier kernels are done with this buffer") was
       // made true by stream order before this kernel began.
       const Invitation invitation(mine[b].offset, gridDim.x);
-      ptx::st_relaxed_sys(&box[2 * b], tag | (invitation.word & 0xffffffffu));
-      ptx::st_relaxed_sys(&box[2 * b + 1], tag | (invitation.word >> 32));
+      ptx::st_relaxed_sys(&box[b], ulonglong2{tag | (invitation.word & 0xffffffffu),
+                                              tag | (invitation.word >> 32)});
     }
   }
   for (int peer = threadIdx.x; peer < comm.num_ranks; peer += blockDim.x) {
     if (peer == comm.rank) continue;
-    const uint64_t* box = channel.invitation[peer];
+    const ulonglong2* box = channel.invitation[peer];
 #pragma unroll
     for (int b = 0; b < kCount; ++b) {
-      uint64_t low, high;
+      ulonglong2 halves;
       wait_until(waiter, Slot::kInvitation, peer, epoch, [&](uint32_t& seen) {
-        low = ptx::ld_acquire_sys(&box[2 * b]);
-        high = ptx::ld_acquire_sys(&box[2 * b + 1]);
-        seen = static_cast<uint32_t>(low >> 32);
-        return seen == epoch && static_cast<uint32_t>(high >> 32) == epoch;
+        halves = ptx::ld_acquire_sys(&box[b]);
+        seen = static_cast<uint32_t>(halves.x >> 32);
+        return seen == epoch && static_cast<uint32_t>(halves.y >> 32) == epoch;
       });
-      const Invitation theirs((high << 32) | (low & 0xffffffffu));
+      const Invitation theirs((halves.y << 32) | (halves.x & 0xffffffffu));
       guests.address[b][peer] = reinterpret_cast<char*>(page.heap_base[peer] + theirs.offset());
       guests.num_blocks[peer] = theirs.num_blocks();
     }

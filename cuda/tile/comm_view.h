@@ -6,6 +6,8 @@
 // changes from call to call lives in device memory, in the page.
 #pragma once
 
+#include <vector_types.h>
+
 #include <cstddef>
 #include <cstdint>
 
@@ -36,9 +38,8 @@ inline constexpr int kLandingSlots = 4;
 // The most blocks an op may have: each has an epoch word of its own.
 inline constexpr int kMaxBlocks = 512;
 
-// An invitation names up to two buffers, in two words each (schedule/rendezvous.cuh).
+// The most buffers that an invitation names (schedule/rendezvous.cuh).
 inline constexpr int kPublished = 2;
-inline constexpr int kInvitationWords = 2 * kPublished;
 
 // The counters of one call site. What other ranks see only grows; `ended`, `work` and `emptied`
 // count within a call or a chunk and go back to zero.
@@ -54,8 +55,8 @@ struct alignas(128) Channel {
   uint32_t rounds;
   alignas(128) uint32_t work;
   // [peer]: where the peer's buffers are in this epoch, and with how many blocks it pushes, in
-  // words of (epoch << 32 | half). See Invitation.
-  alignas(128) uint64_t invitation[kMaxRanks][kInvitationWords];
+  // pairs of (epoch << 32 | half). See Invitation.
+  alignas(128) ulonglong2 invitation[kMaxRanks][kPublished];
   // [peer]: blocks of the peer that have finished their writes to this rank, over all calls; and
   // how many that should be after the last call.
   alignas(128) uint32_t left[kMaxRanks];

@@ -38,12 +38,6 @@ __device__ __forceinline__ uint64_t ld_relaxed_sys(const uint64_t* address) {
   return value;
 }
 
-__device__ __forceinline__ uint64_t ld_acquire_sys(const uint64_t* address) {
-  uint64_t value;
-  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
-  return value;
-}
-
 __device__ __forceinline__ void st_relaxed_sys(uint64_t* address, uint64_t value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
@@ -52,6 +46,15 @@ __device__ __forceinline__ void st_relaxed_sys(uint64_t* address, uint64_t value
 __device__ __forceinline__ ulonglong2 ld_relaxed_sys(const ulonglong2* address) {
   ulonglong2 value;
   asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
+               : "=l"(value.x), "=l"(value.y)
+               : "l"(address)
+               : "memory");
+  return value;
+}
+
+__device__ __forceinline__ ulonglong2 ld_acquire_sys(const ulonglong2* address) {
+  ulonglong2 value;
+  asm volatile("ld.acquire.sys.global.v2.u64 {%0, %1}, [%2];"
                : "=l"(value.x), "=l"(value.y)
                : "l"(address)
                : "memory");

@@ -53,7 +53,8 @@ struct RowTiles {
   }
 
   PK_HOST_DEVICE RowTile tile(int64_t index) const {
-    const int64_t band = index / tiles_per_row;
+    // The 64-bit division is a long routine, and one dimension is mostly 1.
+    const int64_t band = tiles_per_row == 1 ? index : rows == 1 ? 0 : index / tiles_per_row;
     const int64_t row = band * rows_per_tile;
     const int64_t col = (index - band * tiles_per_row) * width;
     const int64_t rows_left = rows - row, cols_left = inner - col;
