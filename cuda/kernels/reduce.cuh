@@ -304,7 +304,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       guests.address[0][peer] += slot_of(comm.rank, peer) * scratch_slot(args.rows * args.inner);
   }
   __syncthreads();
-  const RowTiles tiles = RowTiles::make(args.rows, args.inner, kTileBytes);
+  const RowTiles tiles = RowTiles::make(args.rows, args.inner, tile_bytes);
   const Share share{
       tiles, static_cast<uint32_t>((tiles.num_tiles - blockIdx.x + gridDim.x - 1) / gridDim.x)};
   const uint32_t warp = threadIdx.x / 32;
