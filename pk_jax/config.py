@@ -54,7 +54,7 @@ class Config:
         schedule: how communication and arithmetic share the chip: "sequential", "intra_sm" or
             "inter_sm".
         num_comm_sms: how many SMs communicate, 1 to 512; with "copy_engine" those that empty the
-            landing buffer.
+            landing buffer, 32 at most.
         tile: shape of the tile an SM works on, e.g. (128, 256, 64).
         reduce_dtype: dtype in which partial sums cross the link.
         deterministic: same inputs, same bits, run after run.
