@@ -73,7 +73,7 @@ gpu-test: ## the tests that need GPUs, all of this machine's
 
 # GPUS=1: on this machine's GPUs. From an empty folder, like pytest.
 fuzz: ## compare random calls of the collectives with jax.lax: CASES=2000 SEED=0 GPUS=
-	@$(if $(GPUS),$(GPU_SETUP) gpu $(IN_PLACE)),$(SETUP) fuzz)) && root=$$PWD && cd "$$(mktemp -d)" && \
+	@$(if $(GPUS),$(GPU_SETUP) gpu $(IN_PLACE),$(SETUP) fuzz)) && root=$$PWD && cd "$$(mktemp -d)" && \
 	PYTHONPATH="$$root/tests" "$$python" -m fuzz --cases $(or $(CASES),2000) --seed $(or $(SEED),0) $(if $(GPUS),--gpus) $(ARGS)
 
 bench: ## check, then time; records go to benchmarks/results/ (OP='psum mixed' for some ops)

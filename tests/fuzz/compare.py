@@ -64,7 +64,7 @@ def results_differ(
     """
     if case.op == "ragged_all_to_all":
         theirs = model.ragged(program, case, operands)
-    rounds = all(x.dtype.kind not in "iub" for x in operands)
+    rounds = case.constant is None and all(x.dtype.kind not in "iub" for x in operands)
     if case.op in SUMS and case.data == "normal" and rounds:
         pairs = zip(reversed(operands), ours, strict=True)  # a dict's leaves go by its keys
         problems = [_sum_differs(program, case, x, got, strict) for x, got in pairs]
