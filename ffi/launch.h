@@ -69,7 +69,7 @@ inline void run_ragged_all_to_all(Communicator& communicator, RaggedArgs args, s
 inline void run_reduce(Communicator& communicator, ReduceArgs args, size_t result_bytes,
                        size_t scratch_bytes, const Plan& plan, cudaStream_t stream) {
   communicator.count_launch();
-  if (plan.mechanism != Mechanism::kRegister) throw Error("sums go by registers only");
+  if (plan.mechanism == Mechanism::kCopyEngine) throw Error("no sums by copy engine");
   if (plan.protocol == Protocol::kSimple) {
     const size_t needed = (communicator.num_ranks() - 1) * scratch_slot(args.rows * args.inner);
     if (scratch_bytes < needed) {
@@ -77,7 +77,7 @@ inline void run_reduce(Communicator& communicator, ReduceArgs args, size_t resul
                   std::to_string(needed) + " are needed");
     }
     args.scratch.offset = communicator.publish(args.scratch.address, scratch_bytes);
-    if (args.pattern == Pattern::kTwoShot)
+    if (args.algorithm == Algorithm::kTwoShot)
       args.result.offset = communicator.publish(args.result.address, result_bytes);
   }
   check(launch_reduce(communicator.view(), args, plan.protocol, stream), "launch");

@@ -31,9 +31,9 @@ inline Reduction reduction_from(std::string_view name) {
   throw Error("reduction must be \"sum\", \"max\" or \"min\", not \"" + std::string(name) + "\"");
 }
 
-inline Pattern pattern_from(std::string_view algorithm) {
-  if (algorithm == "one_shot") return Pattern::kOneShot;
-  if (algorithm == "two_shot") return Pattern::kTwoShot;
+inline Algorithm algorithm_from(std::string_view algorithm) {
+  if (algorithm == "one_shot") return Algorithm::kOneShot;
+  if (algorithm == "two_shot") return Algorithm::kTwoShot;
   throw Error("algorithm must be \"one_shot\" or \"two_shot\", not \"" + std::string(algorithm) +
               "\"");
 }

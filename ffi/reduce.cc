@@ -11,7 +11,7 @@ namespace ffi = xla::ffi;
 
 struct ReduceSite : CallSite {
   Reduction reduction;
-  Pattern pattern;
+  Algorithm algorithm;
   int64_t rows;
 };
 
@@ -62,7 +62,7 @@ Element element_from(ffi::DataType type, Reduction reduction) {
 ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate_psum(ffi::Dictionary attributes) {
   return make_site<ReduceSite>("psum", attributes, [&](ReduceSite& site) {
     site.reduction = reduction_from(attribute<std::string_view>(attributes, "reduction"));
-    site.pattern = pattern_from(attribute<std::string_view>(attributes, "algorithm"));
+    site.algorithm = algorithm_from(attribute<std::string_view>(attributes, "algorithm"));
     site.rows = 1;
   });
 }
@@ -70,7 +70,7 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate_psum(ffi::Dictionary attribu
 ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate_psum_scatter(ffi::Dictionary attributes) {
   return make_site<ReduceSite>("psum_scatter", attributes, [&](ReduceSite& site) {
     site.reduction = reduction_from(attribute<std::string_view>(attributes, "reduction"));
-    site.pattern = Pattern::kScatter;
+    site.algorithm = Algorithm::kScatter;
     site.rows = integer(attributes, "outer", 1, INT64_MAX);
   });
 }
@@ -81,7 +81,7 @@ ffi::Error execute(CallSite* call_site, cudaStream_t stream, int32_t device,
     const auto& site = static_cast<const ReduceSite&>(*call_site);
     Communicator& communicator = site.communicator(device);
     const int num_ranks = site.num_ranks();
-    const bool scatter = site.pattern == Pattern::kScatter;
+    const bool scatter = site.algorithm == Algorithm::kScatter;
     const ffi::AnyBuffer source = operand(operands, 0), target = result(results, 0);
     const auto bytes = static_cast<int64_t>(source.size_bytes());
     const auto result_bytes = static_cast<int64_t>(target.size_bytes());
@@ -106,7 +106,7 @@ ffi::Error execute(CallSite* call_site, cudaStream_t stream, int32_t device,
     if (scatter) {
       shape_scatter(args, site.rows, result_bytes / site.rows, num_ranks);
     } else {
-      shape_psum(args, site.pattern, bytes, num_ranks);
+      shape_psum(args, site.algorithm, bytes, num_ranks);
     }
     run_reduce(communicator, args, result_bytes, scratch_bytes, site.plan, stream);
   });

@@ -144,7 +144,7 @@ void reduce(const Run& run, const std::string& dtype, const std::string& reducti
   if (algorithm == "scatter") {
     shape_scatter(shape, rows, run.result_bytes() / rows, n);
   } else {
-    shape_psum(shape, pattern_from(algorithm), run.operand_bytes(), n);
+    shape_psum(shape, algorithm_from(algorithm), run.operand_bytes(), n);
   }
   const int64_t scratch_bytes = (n - 1) * scratch_slot(shape.rows * shape.inner);
   run.go(scratch_bytes,

@@ -132,11 +132,11 @@ MECHANISMS_OF = {
     "all_gather": {"copy_engine", "tma", "register"},
     "all_to_all": {"tma", "register"},
     "ppermute": {"tma", "register"},
-    "psum": {"register"},
-    "pmax": {"register"},
-    "pmin": {"register"},
-    "pmean": {"register"},
-    "psum_scatter": {"register"},
+    "psum": {"tma", "register"},
+    "pmax": {"tma", "register"},
+    "pmin": {"tma", "register"},
+    "pmean": {"tma", "register"},
+    "psum_scatter": {"tma", "register"},
 }
 
 

@@ -18,7 +18,7 @@ struct ToAll {
     return {{args.source, args.from, 0}, tiles.tile(i), push::next_rank(comm), comm.num_ranks};
   }
   __device__ bool sends(int, int) const { return true; }
-  __device__ bool receives(int, int) const { return true; }
+  PK_HOST_DEVICE bool receives(int, int) const { return true; }
 };
 
 }  // namespace

@@ -22,7 +22,7 @@ struct ToEach {
     return {{args.source, args.from, to}, tiles.tile(tile), to, 1};
   }
   __device__ bool sends(int, int) const { return true; }
-  __device__ bool receives(int, int) const { return true; }
+  PK_HOST_DEVICE bool receives(int, int) const { return true; }
 };
 
 }  // namespace

@@ -18,7 +18,7 @@ struct AlongPermutation {
     return {{args.source, args.from, 0}, tiles.tile(i), destinations.rank[comm.rank], 1};
   }
   __device__ bool sends(int from, int to) const { return destinations.rank[from] == to; }
-  __device__ bool receives(int num_ranks, int rank) const {
+  PK_HOST_DEVICE bool receives(int num_ranks, int rank) const {
     for (int source = 0; source < num_ranks; ++source) {
       if (destinations.rank[source] == rank) return true;
     }

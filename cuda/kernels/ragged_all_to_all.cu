@@ -8,6 +8,7 @@ namespace {
 
 // So many updates are looked at together.
 constexpr int kBatch = 256;
+constexpr int64_t kFar = int64_t{1} << 40;  // rows: more than any buffer has
 
 // A slice after clipping, in bytes.
 struct Slice {
@@ -32,10 +33,12 @@ __device__ __forceinline__ void refuse(const Waiter& waiter, Slot slot, int peer
 // The slice of an update without the rows that lie outside of either buffer.
 __device__ __forceinline__ Slice slice_of(const Waiter& waiter, const RaggedArgs& args,
                                           int update) {
-  const int64_t from = index(args, args.input_offsets, update);
-  const int64_t to = index(args, args.output_offsets, update);
-  const int64_t size = index(args, args.send_sizes, update);
+  const int64_t size = min(max(index(args, args.send_sizes, update), -kFar), kFar);
   if (size <= 0 && !(args.checks && size < 0)) return {0, 0, 0, 0};
+  // Wild values must not overflow below; what is far outside stays outside.
+  const auto near = [](int64_t i) { return min(max(i, -kFar), kFar); };
+  const int64_t from = near(index(args, args.input_offsets, update));
+  const int64_t to = near(index(args, args.output_offsets, update));
   const int64_t begin = max(int64_t{0}, max(-from, -to));
   const int64_t end = min(size, min(args.source_rows - from, args.result_rows - to));
   if (args.checks && (begin > 0 || end < size || size < 0)) {

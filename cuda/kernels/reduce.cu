@@ -3,17 +3,17 @@
 
 namespace pk {
 
-void shape_psum(ReduceArgs& args, Pattern pattern, int64_t bytes, int num_ranks) {
-  args.pattern = pattern;
+void shape_psum(ReduceArgs& args, Algorithm algorithm, int64_t bytes, int num_ranks) {
+  args.algorithm = algorithm;
   args.bytes = bytes;
   args.rows = 1;
-  args.inner = pattern == Pattern::kTwoShot ? two_shot_share(bytes, num_ranks) : bytes;
-  args.from = pattern == Pattern::kTwoShot ? PartLayout::inside(num_ranks, args.inner)
-                                           : PartLayout::packed(args.inner);
+  args.inner = algorithm == Algorithm::kTwoShot ? two_shot_share(bytes, num_ranks) : bytes;
+  args.from = algorithm == Algorithm::kTwoShot ? PartLayout::inside(num_ranks, args.inner)
+                                               : PartLayout::packed(args.inner);
 }
 
 void shape_scatter(ReduceArgs& args, int64_t rows, int64_t inner, int num_ranks) {
-  args.pattern = Pattern::kScatter;
+  args.algorithm = Algorithm::kScatter;
   args.bytes = rows * num_ranks * inner;
   args.rows = rows;
   args.inner = inner;
@@ -22,9 +22,9 @@ void shape_scatter(ReduceArgs& args, int64_t rows, int64_t inner, int num_ranks)
 
 cudaError_t launch_reduce(const CommView& comm, const ReduceArgs& args, Protocol protocol,
                           cudaStream_t stream) {
-  if (args.rows <= 0 || args.inner <= 0) return cudaErrorInvalidValue;
+  if (args.rows <= 0 || args.inner <= 0 || comm.num_ranks < 2) return cudaErrorInvalidValue;
   if (protocol == Protocol::kLowLatency &&
-      (args.pattern == Pattern::kTwoShot ||
+      (args.algorithm == Algorithm::kTwoShot ||
        args.rows * args.inner > static_cast<int64_t>(low_latency_bytes(comm.num_ranks)))) {
     return cudaErrorInvalidValue;
   }

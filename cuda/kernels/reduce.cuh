@@ -37,7 +37,7 @@ __device__ __forceinline__ void combine_vectors(const CommView& comm, const Redu
     at[u] = (tile.row + row) * args.inner + col;
   }
   const auto load = [&](int rank, Vector(&vector)[kUnroll]) {
-    const char* staged = args.scratch.address + slot_of(rank, comm.rank) * slot_bytes;
+    const char* staged = args.scratch.address + peer_index(rank, comm.rank) * slot_bytes;
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       if (first + u * step < end)
@@ -61,7 +61,7 @@ __device__ __forceinline__ void combine_vectors(const CommView& comm, const Redu
   for (int u = 0; u < kUnroll; ++u) {
     if (first + u * step >= end) break;
     const Vector result = total[u].result();
-    if (args.pattern != Pattern::kTwoShot) {
+    if (args.algorithm != Algorithm::kTwoShot) {
       *reinterpret_cast<Vector*>(args.result.address + at[u]) = result;
       continue;
     }
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x / 32 == kPusher) ring.init();
   const Waiter waiter{comm, args.op, args.channel};
   uint32_t epoch;
-  if (args.pattern == Pattern::kTwoShot) {
+  if (args.algorithm == Algorithm::kTwoShot) {
     const Published mine[] = {args.scratch, args.result};
     epoch = enter(waiter, mine, guests);
   } else {
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   check_grids(waiter, guests);
   for (int peer = threadIdx.x; peer < comm.num_ranks; peer += blockDim.x) {
     if (peer != comm.rank)
-      guests.address[0][peer] += slot_of(comm.rank, peer) * scratch_slot(args.rows * args.inner);
+      guests.address[0][peer] += peer_index(comm.rank, peer) * scratch_slot(args.rows * args.inner);
   }
   __syncthreads();
   const RowTiles tiles = RowTiles::make(args.rows, args.inner, tile_bytes);
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   // Read again by this block of a later call only.
   if (threadIdx.x == 0) channel_of(waiter).staged_before[blockIdx.x] += share.count;
-  if (args.pattern == Pattern::kTwoShot) {
+  if (args.algorithm == Algorithm::kTwoShot) {
     leave(waiter, epoch, guests);
   } else {
     end_block(channel_of(waiter), epoch);
@@ -234,7 +234,7 @@ cudaError_t launch(const CommView& comm, const ReduceArgs& args, Protocol protoc
                    cudaStream_t stream) {
   if (protocol == Protocol::kLowLatency) {
     // Pieces of no less than an element: a word that the part does not fill holds whole ones.
-    const int64_t all = args.inner | 8;
+    const int64_t all = args.inner | reinterpret_cast<intptr_t>(args.source) | 8;
     const int granule = static_cast<int>(all & -all);
     const int64_t words = (args.rows * args.inner + 7) / 8;
     const int64_t work = (words + kLowLatencyThreads - 1) / kLowLatencyThreads;
@@ -247,7 +247,10 @@ cudaError_t launch(const CommView& comm, const ReduceArgs& args, Protocol protoc
   const uint32_t tile_bytes = even_tile(args.rows * args.inner, most);
   const RowTiles tiles = RowTiles::make(args.rows, args.inner, tile_bytes);
   const int blocks = static_cast<int>(std::min<int64_t>(tiles.num_tiles, most));
-  const bool bulk = args.inner % 16 == 0 || (args.rows == 1 && args.from.rank_pitch % 16 == 0);
+  // Each rank decides for itself: the tiles and their announcements are the same.
+  const bool aligned = reinterpret_cast<uintptr_t>(args.source) % 16 == 0;
+  const bool bulk =
+      aligned && (args.inner % 16 == 0 || (args.rows == 1 && args.from.rank_pitch % 16 == 0));
   by_push<T><<<blocks, kThreads, sizeof(Ring), stream>>>(comm, args, tile_bytes, bulk);
   return cudaGetLastError();
 }

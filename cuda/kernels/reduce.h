@@ -18,13 +18,13 @@
 
 namespace pk {
 
-// Sets rows, inner and from of a psum of `bytes` bytes, or of a psum_scatter of [rows, num_ranks,
-// inner].
-void shape_psum(ReduceArgs& args, Pattern pattern, int64_t bytes, int num_ranks);
+// Fills in what follows from the shape: of a psum of `bytes` bytes, or of a psum_scatter of [rows,
+// num_ranks, inner].
+void shape_psum(ReduceArgs& args, Algorithm algorithm, int64_t bytes, int num_ranks);
 void shape_scatter(ReduceArgs& args, int64_t rows, int64_t inner, int num_ranks);
 
-// kLowLatency needs rows * inner <= low_latency_bytes(num_ranks) and is never kTwoShot. All
-// pointers are 16-byte aligned.
+// kLowLatency needs rows * inner <= low_latency_bytes(num_ranks) and is never kTwoShot. Result and
+// scratch are 16-byte aligned. By bulk copies where operand and rows are too, else by registers.
 cudaError_t launch_reduce(const CommView& comm, const ReduceArgs& args, Protocol protocol,
                           cudaStream_t stream);
 

@@ -58,7 +58,7 @@ struct Landing {
     return (num_ranks - 1) * kLandingSlots * kMostChunkBytes;
   }
   PK_HOST_DEVICE char* slot(int owner, int source, int64_t chunk) const {
-    const int row = source < owner ? source : source - 1;
+    const int row = peer_index(source, owner);
     return base[owner] +
            (static_cast<size_t>(row) * kLandingSlots + chunk % kLandingSlots) * kMostChunkBytes;
   }

@@ -33,6 +33,12 @@ struct Ring {
   }
 };
 
+// Whether the rows of a tile follow each other in memory.
+__device__ __forceinline__ bool one_piece(const PartLayout& layout, const RowTile& tile) {
+  return tile.num_rows == 1 ||
+         (layout.row_pitch == tile.num_cols && layout.rows_per_band == PartLayout::kOneBand);
+}
+
 // For ops that tell the peers only when all is stored.
 struct AtEnd {};
 
@@ -58,10 +64,7 @@ __device__ __forceinline__ void store_tiles(Ring<kStages, kStageBytes>& ring,
     const int s = i % kStages;
     // Bytes may land before they are expected: the phase cannot end before this arrival.
     if (lane == 0) ptx::mbarrier_arrive_expect_tx(&ring.loaded[s], m.tile.bytes());
-    // Rows that follow each other in memory are one copy.
-    const PartLayout& from = m.source.layout;
-    const bool whole = m.tile.num_rows == 1 || (from.row_pitch == m.tile.num_cols &&
-                                                from.rows_per_band == PartLayout::kOneBand);
+    const bool whole = one_piece(m.source.layout, m.tile);
     const uint32_t pieces = m.tile.bytes() == 0 ? 0 : whole ? 1 : m.tile.num_rows;
     const uint32_t bytes = whole ? m.tile.bytes() : m.tile.num_cols;
     for (uint32_t row = lane; row < pieces; row += 32) {
@@ -76,15 +79,17 @@ __device__ __forceinline__ void store_tiles(Ring<kStages, kStageBytes>& ring,
     const int s = i % kStages;
     while (!ptx::mbarrier_try_wait_parity(&ring.loaded[s], (i / kStages) & 1)) {
     }
-    // One piece a (row, rank); lanes share them. Ranks rotate so that the senders do not all load
-    // the same link first.
-    const uint32_t pieces = m.tile.bytes() == 0 ? 0 : m.tile.num_rows * m.count;
+    // One piece a (row, rank), or a rank where the rows follow each other; lanes share them. Ranks
+    // rotate so that the senders do not all load the same link first.
+    const bool whole = one_piece(destination.layout, m.tile);
+    const uint32_t bytes = whole ? m.tile.bytes() : m.tile.num_cols;
+    const uint32_t pieces = m.tile.bytes() == 0 ? 0 : whole ? m.count : m.tile.num_rows * m.count;
     for (uint32_t piece = lane; piece < pieces; piece += 32) {
       const uint32_t row = m.count == 1 ? piece : piece / m.count;
       int rank = m.first_rank + static_cast<int>(piece - row * m.count);
       if (rank >= destination.num_ranks) rank -= destination.num_ranks;
       ptx::cp_async_bulk_store(destination.at(rank, m.tile.row + row, m.tile.col),
-                               ring.stage[s] + row * m.tile.num_cols, m.tile.num_cols);
+                               ring.stage[s] + row * m.tile.num_cols, bytes);
     }
     ptx::cp_async_bulk_commit_group();
     if constexpr (!kAtEnd) {

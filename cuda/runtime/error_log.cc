@@ -65,7 +65,8 @@ std::string text(const ErrorRecord& record) {
     case Slot::kGrid:
       std::snprintf(line, sizeof line,
                     "pk_jax: %s runs %u blocks on rank %d of %d and %u on rank %d, channel %d: the "
-                    "ranks must run one program on GPUs of one kind.",
+                    "ranks must run one program on GPUs of one kind. The CUDA context of this "
+                    "process is lost, restart it.",
                     name(record.op), record.expected, record.rank, record.num_ranks, record.seen,
                     record.peer, record.channel);
       break;
@@ -75,7 +76,9 @@ std::string text(const ErrorRecord& record) {
       std::snprintf(
           line, sizeof line,
           "pk_jax: %s on rank %d of %d: the slice for rank %d reaches row %d of %s, which "
-          "has %u rows: look at %s and send_sizes. (Checked because of PK_JAX_CHECKS=1.)",
+          "has %u rows: look at %s and send_sizes (PK_JAX_CHECKS=1 does). The CUDA context of this "
+          "process is lost, "
+          "restart it.",
           name(record.op), record.rank, record.num_ranks, record.peer,
           static_cast<int32_t>(record.seen), source ? "operand" : "that rank's output",
           record.expected, source ? "input_offsets" : "output_offsets");

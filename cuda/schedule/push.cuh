@@ -2,14 +2,13 @@
 // into the results of the ranks they belong to, its own included, so that the local copies and the
 // remote ones are the same loop and move at the same time.
 //
-// An op says which tile goes where, in a route:
+// An op says which tile goes where, in a route (kernels/all_to_all.cu has one):
 //
-//   struct Route {
-//     int64_t num_moves(const RowTiles& tiles, int num_ranks, int rank) const;
-//     Move move(const PushArgs& args, const RowTiles& tiles, const CommView& comm, int64_t i)
-//     const; bool sends(int from, int to) const;                   // whether data passes at all
-//     bool receives(int num_ranks, int rank) const;         // false: this rank's result is zeros
-//   };
+//   kOp                             for the error record
+//   num_moves(tiles, ranks, rank)   how many moves this rank makes
+//   move(args, tiles, comm, i)      the i-th of them
+//   sends(from, to)                 whether data passes at all
+//   receives(ranks, rank)           false: this rank's result is zeros
 //
 // Two protocols. Simple: entry handshake, tiles straight into the peers' results, exit handshake
 // (rendezvous.cuh). Low latency: words of data and epoch into the peers' mailboxes; one trip, no
@@ -90,15 +89,16 @@ __global__ void __launch_bounds__(32, 1)
   leave(waiter, epoch, guests);
 }
 
-// A block sends all its words before it waits for any, and waits for the peers' blocks of the same
-// index: blocks start in that order on every GPU, so the first resident ones always meet. To a peer
-// that gets no data goes one empty word, for every rank must hear from every other.
+// A block sends all its words before it waits for any, and with equal grids waits for the peers'
+// blocks of the same index: blocks start in that order on every GPU, so the first resident ones
+// always meet. (With unlike grids all blocks must be resident.) To a peer that gets no data goes
+// one empty word, for every rank must hear from every other.
 template <typename Route>
 __global__ void __launch_bounds__(kLowLatencyThreads, 1)
     by_low_latency(const __grid_constant__ CommView comm, const __grid_constant__ PushArgs args,
                    const __grid_constant__ Route route, int granule) {
   const Waiter waiter{comm, Route::kOp, args.channel};
-  Channel& channel = signal_page(comm, comm.rank).channels[args.channel];
+  Channel& channel = channel_of(waiter);
   const auto inner = static_cast<uint32_t>(args.inner);
   const auto bytes = static_cast<uint32_t>(args.rows * args.inner);
   const uint32_t num_words = (bytes + 7) / 8;
@@ -168,7 +168,9 @@ cudaError_t launch(const CommView& comm, const PushArgs& args, const Route& rout
   const uint32_t vector_bytes = granule(args.source, args.result.address, length, 16);
   const auto moves = [&](uint32_t tile_bytes) {
     const RowTiles tiles = RowTiles::make(args.rows, args.inner, tile_bytes);
-    return route.num_moves(tiles, comm.num_ranks, comm.rank);
+    const int64_t num_moves = route.num_moves(tiles, comm.num_ranks, comm.rank);
+    return route.receives(comm.num_ranks, comm.rank) ? num_moves
+                                                     : std::max(num_moves, tiles.num_tiles);
   };
   if (mechanism == Mechanism::kTma && vector_bytes == 16 && args.inner % 16 == 0) {
     const int blocks = grid_size(args.num_blocks, moves(kTmaStageBytes), args.num_sms);

@@ -14,7 +14,7 @@ enum class Reduction { kSum, kMax, kMin };
 
 enum class Element { kF32, kF64, kBF16, kF16, kS8, kS16, kS32, kS64, kU8, kU16, kU32, kU64 };
 
-enum class Pattern { kScatter, kOneShot, kTwoShot };
+enum class Algorithm { kScatter, kOneShot, kTwoShot };
 
 struct ReduceArgs {
   Op op;  // for the error record
@@ -23,7 +23,7 @@ struct ReduceArgs {
   Published scratch;  // scratch_slot(rows * inner) bytes for each peer; unused by kLowLatency
   Reduction reduction;
   Element element;
-  Pattern pattern;
+  Algorithm algorithm;
   PartLayout from;  // the ranks' parts in `source`
   int64_t rows;     // of a part
   int64_t inner;    // bytes of a row

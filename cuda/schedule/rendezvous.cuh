@@ -67,8 +67,8 @@ __device__ __forceinline__ uint32_t enter(const Waiter& waiter, const Published 
                                           Guests& guests) {
   static_assert(kCount <= kPublished);
   const CommView& comm = waiter.comm;
-  SignalPage& page = signal_page(comm, comm.rank);
-  Channel& channel = page.channels[waiter.channel];
+  const SignalPage& page = signal_page(comm, comm.rank);
+  Channel& channel = channel_of(waiter);
   const uint32_t epoch = this_epoch(channel);
   const uint64_t tag = static_cast<uint64_t>(epoch) << 32;
   for (int peer = threadIdx.x; peer < comm.num_ranks; peer += blockDim.x) {
@@ -111,7 +111,7 @@ __device__ __forceinline__ uint32_t enter(const Waiter& waiter, const Published 
 // in full): the exit described above.
 __device__ __forceinline__ void leave(const Waiter& waiter, uint32_t epoch, const Guests& guests) {
   const CommView& comm = waiter.comm;
-  Channel& channel = signal_page(comm, comm.rank).channels[waiter.channel];
+  Channel& channel = channel_of(waiter);
   __shared__ bool last;
   __syncthreads();
   for (int peer = threadIdx.x; peer < comm.num_ranks; peer += blockDim.x) {

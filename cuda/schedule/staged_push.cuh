@@ -44,14 +44,9 @@ inline constexpr uint32_t kLeastTileBytes = 4 << 10;
 inline constexpr uint32_t kTilesAnnounced = 8;
 using Ring = tma::Ring<8, kMostTileBytes>;
 
-// The slot of `source` in the scratch of `owner`, which needs none for itself.
-__device__ __forceinline__ int slot_of(int source, int owner) {
-  return source < owner ? source : source - 1;
-}
-
 // The tile as far as rank's part goes: by two shots the last parts may be cut short.
 __device__ __forceinline__ RowTile clipped(const ReduceArgs& args, RowTile tile, int rank) {
-  if (args.pattern != Pattern::kTwoShot) return tile;
+  if (args.algorithm != Algorithm::kTwoShot) return tile;
   const int64_t left = args.bytes - (rank * args.inner + tile.col);
   tile.num_cols = left <= 0 ? 0 : static_cast<uint32_t>(min(left, int64_t{tile.num_cols}));
   return tile;
@@ -67,12 +62,12 @@ struct Share {
   }
 };
 
-// The move of tile `i`: to one peer, or to all if they get the same. Bulk copies take whole 16
-// bytes, and there is room for them at the end of a part: XLA's buffers and the slots are padded.
+// The move of a tile: to one peer, or to all if they get the same. Bulk copies take whole 16 bytes:
+// what a part lacks to that lies in the line of its last element, for it starts on one.
 __device__ __forceinline__ Move move_of(const CommView& comm, const ReduceArgs& args,
                                         const RowTile& tile, int step) {
   const int peer = (comm.rank + 1 + step) % comm.num_ranks;
-  if (args.pattern == Pattern::kOneShot) {
+  if (args.algorithm == Algorithm::kOneShot) {
     RowTile whole = tile;
     whole.num_cols = (tile.num_cols + 15) / 16 * 16;
     return {{args.source, args.from, 0}, whole, peer, comm.num_ranks - 1};
@@ -104,7 +99,7 @@ __device__ __forceinline__ uint32_t due(uint32_t i, uint32_t count) {
 __device__ __forceinline__ void push(const CommView& comm, const ReduceArgs& args,
                                      const Guests& guests, const Share& share, Ring& ring) {
   const PeerTensor scratch{guests.address[0], comm.num_ranks, PartLayout::packed(args.inner), 0};
-  const uint32_t steps = args.pattern == Pattern::kOneShot ? 1 : comm.num_ranks - 1;
+  const uint32_t steps = args.algorithm == Algorithm::kOneShot ? 1 : comm.num_ranks - 1;
   tma::store_tiles(
       ring, scratch,
       [&](int64_t i) {
@@ -137,6 +132,7 @@ __device__ __forceinline__ void watch(const Waiter& waiter, const Share& share, 
       least = min(least, tiles);
     }
     done = __reduce_min_sync(~0u, least);
+    __syncwarp();  // for memory: the reduction orders nothing
     // Passes on what the lanes have acquired; pairs with the acquire in combine().
     if (threadIdx.x % 32 == 0) ptx::st_release_cta(ready, done);
   }

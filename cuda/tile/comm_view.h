@@ -22,7 +22,7 @@ inline constexpr int kMaxRanks = 72;
 inline constexpr int kNumChannels = 16;
 
 // Bytes that one rank may send to another by the low-latency protocol: as many as keep the
-// mailboxes of a channel at a few megabytes, for a rank has one for each peer.
+// mailboxes of a channel at 4 MiB up to 8 ranks, and a useful number beyond.
 PK_HOST_DEVICE inline constexpr size_t low_latency_bytes(int num_ranks) {
   const size_t share = (1 << 20) / num_ranks / 128 * 128, least = 128 << 10;
   return share > least ? share : least;
@@ -100,6 +100,12 @@ struct CommView {
   ErrorRecord* error;  // pinned host memory: readable after the device has trapped
   char* region[kMaxRanks];
 };
+
+// The place of `source` among the peers of `owner`: what has room for each peer needs none for the
+// owner itself.
+PK_HOST_DEVICE inline int peer_index(int source, int owner) {
+  return source < owner ? source : source - 1;
+}
 
 // Offset, in a rank's region, of the mailbox half that `source` fills for `channel` in epochs of
 // this parity.

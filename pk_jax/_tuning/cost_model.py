@@ -36,15 +36,16 @@ CHUNKS = 16
 CHUNK_BYTES = (1 << 20, 16 << 20)
 _DRAIN_BLOCKS = 32
 
-# The mechanisms that each op has kernels for; the sums read what they send, so only registers do.
+# The mechanisms that each op has kernels for. A sum has no choice under the simple protocol: bulk
+# copies, or registers where rows are too short for them.
 MECHANISMS = {
     "all_gather": ("copy_engine", "tma", "register"),
     "all_to_all": ("tma", "register"),
     "ppermute": ("tma", "register"),
-    "psum": ("register",),
-    "psum_scatter": ("register",),
+    "psum": ("tma", "register"),
+    "psum_scatter": ("tma", "register"),
 }
-# A block of a sum pushes with half of its warps and combines with the rest: all SMs take part.
+# A block of a sum combines what another pushes to it: all SMs take part.
 _SUMS = ("psum", "psum_scatter")
 
 
@@ -226,13 +227,16 @@ def _stores(
         if mechanism not in MECHANISMS[work.op]:
             continue
         share, most = 1.0, hardware.link_bandwidth
-        if mechanism == "tma":
-            if work.inner_bytes % hardware.tma_alignment:
+        aligned = work.op == "psum" or work.inner_bytes % hardware.tma_alignment == 0
+        if work.op in _SUMS:
+            if aligned != (mechanism == "tma"):
+                continue
+            most = hardware.reduce_bandwidth
+        elif mechanism == "tma":
+            if not aligned:
                 continue
             # A tile is longer than what the full rate needs, so the row sets the length of copies.
             share = min(1.0, work.inner_bytes / hardware.tma_full_rate_bytes)
-        if work.op in _SUMS:
-            most = hardware.reduce_bandwidth
         for asked, blocks in block_counts.items():
             rate = share * min(most, _rate(hardware, mechanism, blocks))
             moving = traffic.link_bytes / rate if traffic.link_bytes else 0.0
