@@ -15,7 +15,7 @@ def spoiled(draw: Draw, case: Case, n: int) -> Case:
         n: ranks in a group.
     """
     case = copy.deepcopy(case)
-    case.run, case.transform, case.options = False, "plain", dict(case.options)
+    case.run, case.transform, case.constant = False, "plain", None
     if case.op == "ragged_all_to_all":
         case.axis_name = draw.choice(("nowhere", None))
         return case
