@@ -225,6 +225,65 @@ def test_checks_under_vmap_scan_and_grad(mesh_of, monkeypatch):
         jax.block_until_ready(grad(a, b, *flat(index_arrays(output_offsets=(0, 1, 4)))))
 
 
+def over_x(f, mesh, **kwargs):
+    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("x"), out_specs=P("x"), **kwargs))
+
+
+def test_checks_with_zeros_as_output(mesh_of, monkeypatch):
+    monkeypatch.setenv("PK_JAX_CHECKS", "1")
+    op = lambda a, *i: pk.ragged_all_to_all(a, jnp.zeros(4), *i, axis_name="x")  # noqa: E731
+    checked = over_x(op, mesh_of(x=2))
+    flat = lambda index: [x.reshape(-1) for x in index]  # noqa: E731
+    got = checked(jnp.arange(6.0), *flat(index_arrays()))
+    np.testing.assert_array_equal(got, [0, 3, 0, 0, 1, 4, 0, 0])
+    for change, text in FAULTS:
+        with pytest.raises(jax.errors.JaxRuntimeError, match=text):
+            jax.block_until_ready(checked(jnp.arange(6.0), *flat(index_arrays(**change))))
+
+
+def test_checks_in_a_gradient_alone(mesh_of, monkeypatch):
+    """Of a linear function, so that nothing of the forward pass is left."""
+    monkeypatch.setenv("PK_JAX_CHECKS", "1")
+    op = over_x(lambda *x: pk.ragged_all_to_all(*x, axis_name="x"), mesh_of(x=2))
+    grad = jax.jit(jax.grad(lambda *x: op(*x).sum()))
+    a, b = jnp.arange(6.0), jnp.zeros(8)
+    flat = lambda index: [x.reshape(-1) for x in index]  # noqa: E731
+    np.testing.assert_array_equal(grad(a, b, *flat(index_arrays())), [1, 1, 0, 1, 1, 0])
+    for change, text in [
+        ({"output_offsets": (0, 1, 4)}, "row 4 of .* is out of range"),
+        ({"input_offsets": (0, 1, 0)}, "row 0 of .*in a gradient: they leave that row"),
+    ]:
+        with pytest.raises(jax.errors.JaxRuntimeError, match=text):
+            jax.block_until_ready(grad(a, b, *flat(index_arrays(**change))))
+
+
+@pytest.mark.parametrize("axes", ["v", "x"])
+def test_checks_over_an_axis_beside_a_mapped_one(axes, mesh_of, monkeypatch):
+    monkeypatch.setenv("PK_JAX_CHECKS", "1")
+    op = lambda *x: pk.ragged_all_to_all(*x, axis_name=axes)  # noqa: E731
+
+    def f(a, b, *index):
+        mapped = jax.vmap(op, axis_name="v")
+        return mapped(*(x.reshape(2, -1) for x in (a, b, *index))).reshape(-1)
+
+    # JAX has no types for values that vary over an axis of vmap.
+    checked = over_x(f, mesh_of(x=2), check_vma=False)
+    a, b = jnp.arange(12.0), jnp.zeros(16)
+
+    def ranks(index):
+        """The same for both places on the axis that the op is not over."""
+        return [np.concatenate([x, x], 0 if axes == "v" else 1).reshape(-1) for x in index]
+
+    want = [0, 3, 0, 0, 1, 4, 0, 0, 6, 9, 0, 0, 7, 10, 0, 0]
+    if axes == "x":
+        want = [0, 6, 0, 0, 3, 9, 0, 0, 1, 7, 0, 0, 4, 10, 0, 0]
+    np.testing.assert_array_equal(checked(a, b, *ranks(index_arrays())), want)
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match=r"recv_sizes.* = 2.*, and 1 rows are sent"
+    ):
+        jax.block_until_ready(checked(a, b, *ranks(index_arrays(recv_sizes=(1, 0, 2)))))
+
+
 # Errors at trace time.
 
 

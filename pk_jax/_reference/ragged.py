@@ -57,7 +57,11 @@ def ragged_all_to_all(
     if checks:
         faults = _faults(slices, arrived[1], recv_sizes, covers, num_rows, num_places)
         rank = _rank(axis_name, axis_index_groups)
-        output = _raise_everywhere(faults, rank, output, batch, (num_rows, num_places))
+        sound = _raise_everywhere(faults, rank, batch, (num_rows, num_places))
+        # Into values that no compiler can know beforehand, and into both parts of the result: what
+        # nothing needs is dropped, and the callback with it.
+        covers &= sound
+        output = jnp.where(sound, output, jnp.ones_like(output))
     if 0 in operand.shape or 0 in output.shape:
         return output
 
@@ -158,9 +162,9 @@ def _faults(
 
 
 def _raise_everywhere(
-    faults: list[tuple[Any, ...]], rank: Any, output: Any, batch: int, bounds: tuple[int, int]
+    faults: list[tuple[Any, ...]], rank: Any, batch: int, bounds: tuple[int, int]
 ) -> Any:
-    """`output`; but if any rank of the mesh found a fault, an error on all of them."""
+    """True, which the result must depend on; but if any rank found a fault, an error on all."""
     dtype = faults[0][1].dtype
     records = []
     for kind, (bad, *values) in enumerate(faults):
@@ -170,9 +174,9 @@ def _raise_everywhere(
             records.append(jnp.stack([x.astype(dtype) for x in found]))
     records = jnp.stack(records)
     # Not only over the op's axes: see ragged_all_to_all.
-    everyone = tuple(_compat.bound_axes())
-    if everyone:
-        records = _compat.parallel.all_gather(records, everyone, tiled=True)
+    # Axis by axis: lax gathers over a vmapped axis only by itself.
+    for axis in _compat.bound_axes():
+        records = _compat.parallel.all_gather(records, axis, tiled=True)
     record = records[jnp.argmax(records[:, 0])]
 
     def complain(record: Any) -> Any:
@@ -180,8 +184,7 @@ def _raise_everywhere(
             raise ValueError(f"ragged_all_to_all: {_words(np.asarray(record), batch, bounds)}")
         return np.zeros((), np.int32)
 
-    # The callback only where something is wrong: callbacks of the ranks would take turns. What it
-    # returns goes into the result, so that it is not dropped.
+    # The callback only where something is wrong: callbacks of the ranks would take turns.
     sound = lax.cond(
         record[0] == 0,
         lambda record: jnp.int32(0),
@@ -190,7 +193,7 @@ def _raise_everywhere(
         ),
         record,
     )
-    return jnp.where(sound == 0, output, jnp.zeros_like(output))
+    return sound == 0
 
 
 def _rank(axis_name: AxisNames, axis_index_groups: Groups) -> Any:
@@ -208,7 +211,10 @@ def _words(record: Any, batch: int, bounds: tuple[int, int]) -> str:
     if kind == 4:
         element, row = divmod(at, max(bounds[1], 1))
         of = f" of batch element {element}" if batch > 1 else ""
-        return f"several slices come to row {row} of `output`{of} on rank {rank}"
+        return (
+            f"several slices come to row {row} of `output`{of} on rank {rank} (in a gradient: they "
+            "leave that row of `operand`, and one cotangent would be kept)"
+        )
     at, element = divmod(at, batch)
     of = f" of batch element {element}" if batch > 1 else ""
     if kind == 0:
