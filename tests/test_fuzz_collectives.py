@@ -85,6 +85,53 @@ def test_a_fault_is_found(fields, faulty, monkeypatch):
     assert cases.parse(text[1:-1]).cases == program.cases
 
 
+UNTYPED = {"check_vma": False}
+RAGGED = {
+    "op": "ragged_all_to_all",
+    "shapes": ((6,), (9,)),
+    "dtypes": ("float32", "float32"),
+    "options": {"updates": 2, "group": 4, "index": "int32"},
+}
+
+
+@pytest.mark.parametrize(
+    "fields, axes",
+    (
+        (RAGGED, (("a", 4), ("b", 2))),
+        ({"op": "all_gather", "kwargs": {"to": "invarying"}} | UNTYPED, (("a", 4),)),
+        ({"op": "psum", "axis_name": ["a"]}, (("a", 4),)),
+        (
+            {
+                "op": "all_to_all",
+                "kwargs": {
+                    "split_axis": 0,
+                    "concat_axis": 0,
+                    "axis_index_groups": [[0, 2], [3, 1]],
+                    "tiled": True,
+                },
+                "shapes": ((4,),),
+                "transform": "vmap",
+                "options": {"in_axis": 0, "out_axis": 0, "size": 2},
+            }
+            | UNTYPED,
+            (("a", 4),),
+        ),
+    ),
+    ids=("ragged", "untyped-gather", "list-of-axes", "mapped-groups"),
+)
+def test_a_fault_is_found_beside_a_known_difference(fields, axes, monkeypatch):
+    case = cases.Case(
+        **{"axis_name": "a", "varying": ("a",), "seed": 1, "shapes": ((4,),)} | fields
+    )
+    order = tuple(range(8 if len(axes) == 2 else 4))
+    program = cases.Program(axes, order, False, [case])
+    report = runner.check(program, jax.devices("cpu"))
+    assert not report.differences
+    right = getattr(pk, case.op)
+    monkeypatch.setattr(pk, case.op, lambda *args, **kwargs: right(*args, **kwargs) + 1)
+    assert runner.check(program, jax.devices("cpu")).differences
+
+
 def test_the_model_of_ragged_all_to_all():
     """The example of lax's documentation."""
     case = cases.Case(

@@ -10,7 +10,7 @@ from .transforms import DIFFERENTIATES
 
 
 def reason(program: Program, case: Case, theirs: Side, ours: Side, i: int) -> str | None:
-    """Why the two may differ in case i."""
+    """Why errors and types of the two may differ in case i; for values, see `other_values`."""
     lax_error, pk_error = theirs.errors.get(i), ours.errors.get(i)
     if isinstance(pk_error, ValueError) and not case.run:
         if "exactly once" in str(pk_error) or "must all have one size" in str(pk_error):
@@ -22,7 +22,7 @@ def reason(program: Program, case: Case, theirs: Side, ours: Side, i: int) -> st
     if case.axis_name is None and isinstance(pk_error, TypeError):
         return "lax looks None up as if it were a name: NameError"
     if not case.check_vma and case.kwargs.get("to", "varying") != "varying":
-        return "without types there is one all_gather, whose transpose sums"
+        return "without types there is one all_gather, which takes and gives everything"
     if case.op in REDUCTIONS and case.check_vma and "axis_index_groups" in case.kwargs:
         return "lax has no types for these, and says so in several ways"
     if isinstance(case.axis_name, list):
@@ -42,6 +42,14 @@ def reason(program: Program, case: Case, theirs: Side, ours: Side, i: int) -> st
             return "lax types the result as varying like `output`, whatever is moved into it"
         if lax_error is not None and case.transform in DIFFERENTIATES:
             return "lax's transpose forgets the groups, and that the zeros it makes vary"
+    return None
+
+
+def other_values(case: Case) -> str | None:
+    """Why the values of the two may differ, though both have some."""
+    untyped = not case.check_vma and case.kwargs.get("to", "varying") != "varying"
+    if untyped and case.transform in DIFFERENTIATES:
+        return "without types there is one all_gather, whose transpose sums"
     return None
 
 

@@ -105,8 +105,19 @@ def ragged(program: Program, case: Case, operands: list[np.ndarray]) -> list[np.
     if case.transform in ("grad", "remat"):
         result = _ragged(groups, operand, output, indices)
         cotangent = 2 * result * _weights(program, result)
-        return _ragged_transpose(groups, operand, cotangent, indices)
+        grads = _ragged_transpose(groups, operand, cotangent, indices)
+        return [_summed(program, case, x) for x in grads]
     return [_ragged(groups, operand, output, indices)]
+
+
+def _summed(program: Program, case: Case, x: np.ndarray) -> np.ndarray:
+    """A gradient by rank; that of an operand typed as equal over some axes is added over them."""
+    if not case.check_vma:
+        return x
+    at = tuple(i for i, name in enumerate(program.names) if name not in case.varying)
+    by_axis = x.reshape(*program.sizes, *x.shape[1:])
+    total = by_axis.sum(at, keepdims=True, dtype=x.dtype)
+    return np.broadcast_to(total, by_axis.shape).reshape(x.shape)
 
 
 def _moved(groups: list[list[int]], indices: list[np.ndarray]):

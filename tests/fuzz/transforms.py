@@ -52,6 +52,34 @@ def vmap_named(call: Call, case: Case, xs: Any, rank: Any) -> Any:
     return vmap(call, case, xs, rank, axis_name="v", axis_size=case.options["size"])
 
 
+def unrolled(call: Call, case: Case, xs: Any, rank: Any) -> Any:
+    """What `vmap` gives, of a call for each element."""
+    options = case.options
+    axes = [options["in_axis"]] * len(xs)
+    return _unrolled(call, axes, options["out_axis"], options["size"])(*xs)
+
+
+def unrolled2(call: Call, case: Case, xs: Any, rank: Any) -> Any:
+    (outer, inner), sizes = case.options["in_axes"], case.options["sizes"]
+    inside = _unrolled(call, [inner] * len(xs), 0, sizes[1])
+    return _unrolled(inside, [outer] * len(xs), 0, sizes[0])(*xs)
+
+
+def _unrolled(call: Call, axes: Any, out_axis: int, size: int) -> Call:
+    def run(*xs):
+        results = [
+            call(*(x if d is None else jnp.take(x, i, d) for x, d in zip(xs, axes, strict=True)))
+            for i in range(size)
+        ]
+        return jax.tree.map(lambda *ys: jnp.stack(ys, out_axis), *results)
+
+    return run
+
+
+def unrolled_grad(call: Call, case: Case, xs: Any, rank: Any) -> Any:
+    return grad(lambda *xs: unrolled(call, case, xs, rank), case, xs, rank)
+
+
 def scan(call: Call, case: Case, xs: Any, rank: Any) -> Any:
     return lax.scan(lambda carry, xs: (carry + 1, call(*xs)), 0, tuple(xs))[1]
 
@@ -108,6 +136,9 @@ def _weights(y: Any, rank: Any) -> Any:
     return (ramp % 3 - 1).astype(y.dtype)
 
 
+# What takes the place of a map for a library that cannot map an op.
+UNROLLED = {"vmap": "unrolled", "vmap2": "unrolled2", "vmap_grad": "unrolled_grad"}
+
 _FORWARD = ("plain", "jit", "vmap", "vmap2", "scan")
 _NAMED = ("vmap_named", "vmap_named_grad")
 DIFFERENTIATES = (
@@ -125,6 +156,7 @@ TRANSFORMS["ragged_all_to_all"] = ("plain", "jit", "vmap", "scan", "grad", "rema
 def transform_of(case: Case) -> Callable[..., Any]:
     """The function that a case names; outer_grad differentiates around shard_map instead."""
     functions = (plain, jit, vmap, vmap2, vmap_named, scan, jvp, grad, grad2, remat)
+    functions += (unrolled, unrolled2, unrolled_grad)
     named = {f.__name__: f for f in (*functions, vmap_grad, vmap_named_grad)}
     return functools.partial(named.get(case.transform, plain))
 
