@@ -114,7 +114,7 @@ def psum_scatter(
         tiled: keep `scatter_dimension`, smaller by the number of ranks; without it the dimension
             must equal that number and is dropped.
         implementation: None, "cuda" or "reference".
-        config: the knobs ``mechanism`` ("register") and ``num_comm_sms``.
+        config: the knob ``num_comm_sms``.
 
     Returns:
         This rank's part of the sum.
@@ -164,7 +164,7 @@ def psum(
             itself. Needs ``jax.shard_map(..., check_vma=False)``, as in lax. Groups of different
             sizes take the reference.
         implementation: None, "cuda" or "reference".
-        config: the knobs ``mechanism`` ("register") and ``num_comm_sms``.
+        config: the knob ``num_comm_sms``.
 
     Returns:
         The sum, of the shape of x.

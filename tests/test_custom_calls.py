@@ -127,7 +127,7 @@ def test_num_comm_sms_of_a_sum(call_of):
         assert call["num_blocks"] == 3
     with pk.use_config(mechanism="tma", num_comm_sms=5):
         call = call_of(psum, (MIB,))
-    assert (call["mechanism"], call["num_blocks"]) == ("register", 5)
+    assert (call["mechanism"], call["num_blocks"]) == ("tma", 5)
 
 
 @pytest.mark.parametrize("dtype", ["float8_e5m2", "int4"])
