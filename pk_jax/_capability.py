@@ -14,6 +14,9 @@ from pk_jax._compat import Device
 # Long enough for the slowest process to trace its way to its first pk op.
 EXCHANGE_TIMEOUT_S = 300
 
+# The environment variable that asks for checks at run time, read when a program is lowered.
+CHECKS = "PK_JAX_CHECKS"
+
 _KEY = "pk_jax/capability/{}"
 
 
@@ -79,6 +82,8 @@ class Capability:
         version: versions of pk_jax and jaxlib.
         problem: why the kernels cannot run in this process at all; None if they can.
         gpus: the GPUs of the process.
+        handlers: names of the custom calls that its library has, sorted.
+        checks: PK_JAX_CHECKS; None where nobody could ask the process.
     """
 
     index: int
@@ -88,6 +93,8 @@ class Capability:
     version: str = ""
     problem: str | None = None
     gpus: tuple[Gpu, ...] = ()
+    handlers: tuple[str, ...] = ()
+    checks: str | None = None
 
     @property
     def one_heap(self) -> bool:
@@ -106,7 +113,8 @@ class Capability:
             Gpu(**gpu | {key: tuple(gpu[key]) for key in ("compute_capability", "without_atomics")})
             for gpu in fields.pop("gpus")
         )
-        return cls(**fields, gpus=gpus)
+        handlers = tuple(fields.pop("handlers", ()))
+        return cls(**fields, gpus=gpus, handlers=handlers)
 
 
 # Records by process index, for each JAX client: a client lives as long as one distributed run, so
@@ -153,9 +161,11 @@ def describe(client: Any) -> Capability:
         preallocate=found.preallocate,
         version=_versions(),
         problem=problem,
+        checks=os.environ.get(CHECKS) or "0",
     )
     if problem is not None:
         return base
+    base = dataclasses.replace(base, handlers=tuple(sorted(_registry.library.handlers())))
     try:
         topology = _registry.library.topology()
     except RuntimeError as error:

@@ -41,6 +41,9 @@ HIERARCHICAL_OPS = ("all_gather", "psum", "pmax", "pmin", "pmean", "psum_scatter
 _SUMS = ("psum", "pmean", "psum_scatter")
 _REDUCTIONS = (*_SUMS, "pmax", "pmin")
 
+# The ops that are another's custom call.
+_CALLS: dict[str, str] = dict.fromkeys(("pmax", "pmin", "pmean"), "psum")
+
 # What the pointer table of a communicator has room for.
 MAX_RANKS = 72
 
@@ -101,7 +104,8 @@ def decide(
     if auto_axes:
         return Decision("reference", why_auto_axes(auto_axes), logging.WARNING)
     ids = [[devices[i].id for i in group] for group in groups]
-    reason = why_not_cuda(ids, _capability.of_processes(devices))
+    records = _capability.of_processes(devices)
+    reason = why_not_cuda(ids, records) or why_no_kernel(op, records)
     if reason is not None:
         return Decision("reference", reason, logging.WARNING)
     return Decision("cuda")
@@ -164,6 +168,33 @@ def why_not_cuda(groups: Iterable[Sequence[int]], capabilities: Sequence[Capabil
         reason = _why_not_group([(i, *owner[i]) if i in owner else (i,) for i in group])
         if reason is not None:
             return reason
+    return None
+
+
+def why_no_kernel(op: str, capabilities: Sequence[Capability]) -> str | None:
+    """Why the library of a process, built from other sources, cannot run an op; None if it can."""
+    for process in capabilities:
+        if f"pk_jax_{_CALLS.get(op, op)}" not in process.handlers:
+            where = f"process {process.index}: " if len(capabilities) > 1 else ""
+            return f"{where}the extension library has no kernel for {op}; rebuild pk_jax"
+    return None
+
+
+def why_checks_differ(checks: bool, capabilities: Sequence[Capability]) -> str | None:
+    """Why processes would compile different programs, for some with PK_JAX_CHECKS=1.
+
+    Args:
+        checks: whether this process is about to compile with checks.
+        capabilities: the records of all processes of the program.
+    """
+    wanted = "1" if checks else "0"
+    for process in capabilities:
+        if process.checks not in (None, wanted):
+            return (
+                f"{_capability.CHECKS} is {wanted!r} here, and process {process.index} started "
+                f"with {process.checks!r}; all processes must have one value, set before their "
+                "first pk op"
+            )
     return None
 
 

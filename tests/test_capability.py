@@ -3,6 +3,7 @@
 What one process says of itself, and how several come to the same choice.
 """
 
+import dataclasses
 import logging
 import types
 
@@ -12,6 +13,14 @@ import pytest
 
 from pk_jax import _capability, _compat, _registry, _selection
 from pk_jax._capability import Capability, Gpu
+from pk_jax._primitives import ragged
+
+HANDLERS = tuple(
+    f"pk_jax_{op}"
+    for op in (
+        *("all_gather", "all_to_all", "ppermute", "psum", "psum_scatter", "ragged_all_to_all"),
+    )
+)
 
 
 def two_processes(problem=None):
@@ -24,6 +33,8 @@ def two_processes(problem=None):
             version=version,
             problem=problem if index == 0 else None,
             gpus=(Gpu(index, f"gpu{index}", (9, 0), {}),),
+            handlers=HANDLERS,
+            checks="0",
         )
         for index in range(2)
     ]
@@ -57,6 +68,9 @@ class Library(types.SimpleNamespace):
 
     def build_info(self):
         return {"cuda_runtime": "13.0", "version": "0.1.0"}
+
+    def handlers(self):
+        return dict.fromkeys(HANDLERS)
 
     def topology(self):
         self.asked += 1
@@ -111,7 +125,6 @@ def test_decision_with_gpus_renumbered(library, monkeypatch):
     [
         ("int4", "all_gather", "smaller than a byte"),
         ("float8_e5m2", "psum", "dtype float8_e5m2 has no CUDA sum"),
-        ("float32", "matmul", "matmul has no CUDA implementation yet"),
     ],
 )
 def test_decision_by_request(dtype, op, text, library):
@@ -206,6 +219,21 @@ def test_no_driver(library):
     assert decide(Client(devices=(0, 1))).reason == "CUDA driver version is insufficient"
 
 
+def test_a_library_of_older_sources(library):
+    names = [name for name in reversed(HANDLERS) if name != "pk_jax_psum"]
+    library.handlers = lambda: dict.fromkeys(names)
+    client = Client(devices=(0, 1))
+    for op in _selection.OPS:
+        decision = decide(client, op=op)
+        if op in ("psum", "pmax", "pmin", "pmean"):
+            text = f"the extension library has no kernel for {op}; rebuild pk_jax"
+            assert decision == _selection.Decision("reference", text, logging.WARNING)
+        else:
+            assert decision.path == "cuda"
+    (record,) = _capability.of_processes(client.local_devices())
+    assert record.handlers == tuple(sorted(names))
+
+
 def test_a_bug_does_not_fall_through(library, monkeypatch):
     monkeypatch.setattr(library, "topology", lambda: {}["devices"])
     with pytest.raises(KeyError):
@@ -284,7 +312,7 @@ def decide_as(index, board):
 
 def test_records_survive_the_store():
     gpu = Gpu(3, "gpu3", (8, 6), {"gpu1": True, "gpu2": False}, ("gpu2",))
-    odd = Capability(1, "host", "platform", False, "0.1", "no driver", (gpu, gpu))
+    odd = Capability(1, "host", "platform", False, "0.1", "no driver", (gpu, gpu), ("a", "b"), "1")
     for record in (*two_processes(), odd):
         assert Capability.from_json(record.to_json()) == record
 
@@ -303,6 +331,31 @@ def test_processes_agree(problem, board, monkeypatch):
     assert first == second
     assert first.path == ("cuda" if problem is None else "reference")
     assert first.reason == ("" if problem is None else "process 0: no driver")
+
+
+def test_a_process_with_a_library_of_older_sources(board):
+    old = dataclasses.replace(two_processes()[1], handlers=("pk_jax_psum",), host_id="host0")
+    publish(board, old)
+    decision, _ = decide_as(0, board)
+    text = "process 1: the extension library has no kernel for all_gather; rebuild pk_jax"
+    assert decision.reason == text
+
+
+def test_processes_that_differ_in_checks(board, monkeypatch):
+    first, second = two_processes()
+    assert _selection.why_checks_differ(False, [first, second]) is None
+    changed = [first, dataclasses.replace(second, checks="1")]
+    for here, there in ((False, "process 1 started with '1'"), (True, "process 0 started with")):
+        assert there in _selection.why_checks_differ(here, changed)
+    monkeypatch.setenv("PK_JAX_CHECKS", "1")
+    publish(board, second)
+    client = Client(0, devices=(0,))
+    members = [Device(client, 0, 0), Device(client, 1, 1)]
+    monkeypatch.setattr(_compat, "mesh_devices", lambda ctx: members)
+    with pytest.raises(RuntimeError, match="PK_JAX_CHECKS is '1' here, and process 1 started"):
+        ragged._check_processes(None)
+    monkeypatch.setattr(_compat, "mesh_devices", lambda ctx: members[:1])
+    ragged._check_processes(None)
 
 
 def test_a_record_is_published_and_read_once(board):

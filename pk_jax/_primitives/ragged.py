@@ -23,7 +23,8 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from pk_jax import _compat
+from pk_jax import _capability, _compat, _selection
+from pk_jax._capability import CHECKS
 from pk_jax._primitives import checks, exchanges
 from pk_jax._primitives.rules import Rules, define, emit, lower, of_transpose
 from pk_jax._reference import ragged as reference
@@ -31,7 +32,6 @@ from pk_jax._tuning import cost_model
 from pk_jax.config import Config, resolve
 
 OP = "ragged_all_to_all"
-CHECKS = "PK_JAX_CHECKS"
 
 ragged_all_to_all_p = Primitive("pk_ragged_all_to_all")
 
@@ -206,7 +206,17 @@ def checks_on() -> bool:
     return value == "1"
 
 
+def _check_processes(ctx: Any) -> None:
+    """Raises if the processes of the mesh would not all compile checks, or none."""
+    devices = _compat.mesh_devices(ctx) or []
+    if len({device.process_index for device in devices}) > 1:
+        problem = _selection.why_checks_differ(checks_on(), _capability.of_processes(devices))
+        if problem is not None:
+            raise RuntimeError(f"{OP}: {problem}")
+
+
 def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+    _check_processes(ctx)
     rules = RULES
     if any(0 in aval.shape for aval in ctx.avals_in):
         params["implementation"] = "reference"
