@@ -74,12 +74,18 @@ _installed: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 def _enter() -> None:
     global _users
     with _lock:
+        if _users == 0:
+            # All that can fail comes first, so that jax.lax is changed as a whole or not at all.
+            found = {name: getattr(jax.lax, name, None) for name in REDIRECTED}
+            made = {
+                name: (theirs, _dispatcher(REDIRECTED[name], theirs))
+                for name, theirs in found.items()
+                if theirs is not None  # a JAX without it
+            }
+            _installed.update(made)
+            for name, (_, dispatcher) in made.items():
+                setattr(jax.lax, name, dispatcher)
         _users += 1
-        if _users == 1:
-            for name, ours in REDIRECTED.items():
-                theirs = getattr(jax.lax, name)
-                _installed[name] = theirs, _dispatcher(ours, theirs)
-                setattr(jax.lax, name, _installed[name][1])
 
 
 def _exit() -> None:
@@ -90,7 +96,7 @@ def _exit() -> None:
             for name, (theirs, dispatcher) in _installed.items():
                 # What someone put in its place meanwhile stays; it may well call the dispatcher,
                 # which is lax's function from now on.
-                if getattr(jax.lax, name) is dispatcher:
+                if getattr(jax.lax, name, None) is dispatcher:
                     setattr(jax.lax, name, theirs)
             _installed.clear()
 

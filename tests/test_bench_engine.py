@@ -342,6 +342,35 @@ def test_a_wrong_result_gets_no_number(bench, monkeypatch, short):
     assert record.baselines["nccl"] > 0
 
 
+def raises(error):
+    def call(x):
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "error",
+    (
+        ValueError("no such thing"),
+        NotImplementedError("no such thing"),
+        jax.errors.JaxRuntimeError("UNIMPLEMENTED: no such thing"),
+    ),
+    ids=lambda error: type(error).__name__,
+)
+def test_pk_itself_must_be_measured(error, bench, monkeypatch, short):
+    right = variants.of_case(CASE, 2, forced=False)["default"]
+    wrong = right._replace(call=raises(error))
+    found = {"nccl": wrong._replace(vendor=True), "default": right, "tma": wrong}
+    monkeypatch.setattr(variants, "of_case", lambda *args: found)
+    record, failures = harness.run_case(bench, CASE, ONCE, STAMP)
+    assert not failures and set(record.skipped) == {"nccl", "tma"}
+    found["default"] = wrong
+    record, (failure,) = harness.run_case(bench, CASE, ONCE, STAMP)
+    assert failure.startswith(f"{CASE.name} default: ") and "no such thing" in failure
+    assert record.median_us is None and "default" in record.skipped
+
+
 # Records
 
 

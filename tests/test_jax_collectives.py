@@ -265,6 +265,30 @@ def test_a_patch_of_someone_else_stays(mapped):
     lax.psum = ORIGINALS["psum"]
 
 
+def test_a_jax_without_one_of_the_names(mapped, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.delattr(lax, "pshuffle")
+        with pk.jax_collectives():
+            assert not hasattr(lax, "pshuffle")
+            assert "pk_psum[" in traced(mapped(lambda x: lax.psum(x, "x")), jnp.zeros(16))
+        assert lax.psum is ORIGINALS["psum"] and not hasattr(lax, "pshuffle")
+
+
+def test_a_failure_to_enter_leaves_lax_alone(mapped, monkeypatch):
+    def fail(ours, theirs):
+        if theirs is ORIGINALS["ppermute"]:
+            raise TypeError("no signature")
+        return ours
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_redirect, "_dispatcher", fail)
+        with pytest.raises(TypeError, match="no signature"), pk.jax_collectives():
+            pass
+    assert {name: getattr(lax, name) for name in ORIGINALS} == ORIGINALS
+    with pk.jax_collectives():
+        assert "pk_psum[" in traced(mapped(lambda x: lax.psum(x, "x")), jnp.zeros(16))
+
+
 def test_arguments_of_lax_alone_go_to_lax(mapped, monkeypatch):
     def newer(x, axis_name, *, axis_index_groups=None, fast=False):
         return x if fast else ORIGINALS["psum"](x, axis_name)
