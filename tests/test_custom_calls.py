@@ -190,7 +190,8 @@ def test_scratch_of_psum_scatter(ranks, call_of):
             assert call["protocol"] == "ll" and len(call["results"]) == 1
         else:
             assert call["protocol"] == "simple"
-            assert call["results"] == [f"{count}xf32", f"{(ranks - 1) * whole_lines(4 * count)}xui8"]
+            scratch = (ranks - 1) * whole_lines(4 * count)
+            assert call["results"] == [f"{count}xf32", f"{scratch}xui8"]
 
 
 # all_to_all
