@@ -75,10 +75,9 @@ std::string text(const ErrorRecord& record) {
       const bool source = record.slot == Slot::kSourceRow;
       std::snprintf(
           line, sizeof line,
-          "pk_jax: %s on rank %d of %d: the slice for rank %d reaches row %d of %s, which "
-          "has %u rows: look at %s and send_sizes (PK_JAX_CHECKS=1 does). The CUDA context of this "
-          "process is lost, "
-          "restart it.",
+          "pk_jax: %s on rank %d of %d: the slice for rank %d reaches row %d of %s, which has %u "
+          "rows; PK_JAX_CHECKS=1 refuses it. Look at %s and send_sizes. The CUDA context of this "
+          "process is lost, restart it.",
           name(record.op), record.rank, record.num_ranks, record.peer,
           static_cast<int32_t>(record.seen), source ? "operand" : "that rank's output",
           record.expected, source ? "input_offsets" : "output_offsets");
