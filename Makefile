@@ -67,11 +67,14 @@ test-newest: FIND = python=$$(scripts/find_python.sh --newest)
 test-newest: ## pytest on the built wheel, newest supported jax, newest Python found
 	@$(SETUP) test newest dist/*.whl 'jax>=0.12,<0.13' 'jaxlib>=0.12,<0.13') && $(PYTEST)
 
-gpu-test: ## the tests that need GPUs, all of this machine's
+# Where pytest-xdist is at hand, four tests at a time: each then takes a small share of the GPUs' memory.
+gpu-test: ## the tests that need GPUs, all of this machine's (JOBS=1: one after another)
 	@gpus=$$(nvidia-smi -L | grep -c '^GPU ') || { echo "make gpu-test needs a machine with NVIDIA GPUs" >&2; exit 1; }; \
-	$(GPU_SETUP) gpu $(IN_PLACE)) && export PK_JAX_REQUIRE_GPUS=$${GPUS:-$$gpus} && $(PYTEST) -m needs_gpus
+	$(GPU_SETUP) gpu $(IN_PLACE)) && export PK_JAX_REQUIRE_GPUS=$${GPUS:-$$gpus} && jobs= && \
+	if [ "$(or $(JOBS),4)" -gt 1 ] && "$$python" -c 'import xdist' 2>/dev/null; then \
+		jobs="-n $(or $(JOBS),4) -p no:benchmark"; export XLA_PYTHON_CLIENT_MEM_FRACTION=0.08; fi && \
+	$(PYTEST) -m needs_gpus $$jobs
 
-# GPUS=1: on this machine's GPUs. From an empty folder, like pytest.
 fuzz: ## compare random calls of the collectives with jax.lax: CASES=2000 SEED=0 GPUS=
 	@$(if $(GPUS),$(GPU_SETUP) gpu $(IN_PLACE),$(SETUP) fuzz)) && root=$$PWD && cd "$$(mktemp -d)" && \
 	PYTHONPATH="$$root/tests" "$$python" -m fuzz --cases $(or $(CASES),2000) --seed $(or $(SEED),0) $(if $(GPUS),--gpus) $(ARGS)

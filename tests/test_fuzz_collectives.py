@@ -33,11 +33,12 @@ def test_collectives_do_what_lax_does():
 
 @pytest.mark.needs_gpus(2)
 def test_collectives_do_what_lax_does_on_gpus():
-    report = sources.run_random(2000, 0, jax.devices("cuda"), size=16, strict=True)
+    """A share of what `make fuzz GPUS=1` draws."""
+    report = sources.run_random(400, 0, jax.devices("cuda"), size=16, strict=True)
     assert not report.differences, "\n".join(map(str, report.differences))
-    assert report.counts["results"] >= 1000
+    assert report.counts["results"] >= 200
     # The kernels were what ran.
-    missing = [op for op in cases.OPS if report.calls[_call(op)] < 20]
+    missing = [op for op in cases.OPS if report.calls[_call(op)] < 4]
     assert not missing, report.calls
 
 
