@@ -12,27 +12,13 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from transforms import LINEAR, RANKS, primitives_in, values
 
 import pk_jax as pk
 
-RANKS = 4
 typed = pytest.mark.parametrize("check_vma", [True, False])
 with_groups = [[0, 2], [3, 1]]
-ring = [(i, (i + 1) % RANKS) for i in range(RANKS)]
 
-# What a module (pk or lax) does to a rank's [4, 8].
-LINEAR = {
-    "psum": lambda m, x: m.psum(x, "x"),
-    "pmean": lambda m, x: m.pmean(x, "x"),
-    "psum_scatter": lambda m, x: m.psum_scatter(x, "x", scatter_dimension=1, tiled=True),
-    "psum_scatter untiled": lambda m, x: m.psum_scatter(x, "x"),
-    "all_to_all": lambda m, x: m.all_to_all(x, "x", 1, 0, tiled=True),
-    "all_to_all one axis": lambda m, x: m.all_to_all(x, "x", 1, 1, tiled=True),
-    "all_to_all untiled": lambda m, x: m.all_to_all(x, "x", 0, 0),
-    "ppermute": lambda m, x: m.ppermute(x, "x", ring),
-    "ppermute of some": lambda m, x: m.ppermute(x, "x", [(0, 2), (2, 1)]),
-    "all_gather": lambda m, x: m.all_gather(x, "x", axis=1),
-}
 GROUPED = {
     "psum": lambda m, x: m.psum(x, "x", axis_index_groups=with_groups),
     "psum uneven": lambda m, x: m.psum(x, "x", axis_index_groups=[[1], [3, 0, 2]]),
@@ -41,10 +27,6 @@ GROUPED = {
         x, "x", 0, 1, axis_index_groups=with_groups, tiled=True
     ),
 }
-
-
-def values(*shape):
-    return jnp.sin(jnp.arange(float(np.prod(shape)))).reshape(shape)
 
 
 @pytest.fixture
@@ -56,21 +38,6 @@ def mapped(mesh_of):
         return jax.jit(jax.shard_map(f, mesh=mesh_of(x=RANKS), **specs))
 
     return make
-
-
-def primitives_in(fn, *args):
-    """Names of all primitives in the jaxpr of fn, inner jaxprs included."""
-
-    def visit(jaxpr):
-        for eqn in jaxpr.eqns:
-            yield eqn.primitive.name
-            for value in eqn.params.values():
-                for inner in value if isinstance(value, (tuple, list)) else (value,):
-                    inner = getattr(inner, "jaxpr", inner)
-                    if hasattr(inner, "eqns"):
-                        yield from visit(inner)
-
-    return list(visit(jax.make_jaxpr(fn)(*args).jaxpr))
 
 
 def orders(f, x):

@@ -12,25 +12,9 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from transforms import RANKS, primitives_in
 
 import pk_jax as pk
-
-RANKS = 4
-
-
-def primitives_in(fn, *args):
-    """Names of all primitives in the jaxpr of fn, inner jaxprs included."""
-
-    def visit(jaxpr):
-        for eqn in jaxpr.eqns:
-            yield eqn.primitive.name
-            for value in eqn.params.values():
-                for inner in value if isinstance(value, (tuple, list)) else (value,):
-                    inner = getattr(inner, "jaxpr", inner)
-                    if hasattr(inner, "eqns"):
-                        yield from visit(inner)
-
-    return list(visit(jax.make_jaxpr(fn)(*args).jaxpr))
 
 
 @pytest.fixture
