@@ -87,7 +87,7 @@ def all_gather(
             to=to,
             implementation=implementation,
             config=resolved,
-            strict=_is_strict(config),
+            strict=_is_strict(implementation, config),
         )
 
     return jax.tree.map(gather, x)
@@ -153,8 +153,8 @@ def psum(
 ) -> Any:
     """Sums x over the ranks, as ``jax.lax.psum`` does.
 
-    The sum of floating-point numbers goes in rank order; that of 16-bit ones is made in 32 bits and
-    rounded once.
+    The kernels sum floating-point numbers in rank order, 16-bit ones in 32 bits and rounded once;
+    the hierarchical path rounds between its levels.
 
     Args:
         x: a number, an array or a pytree of them; what is not traced gives a constant, so
@@ -254,7 +254,7 @@ def all_to_all(
             tiled=tiled,
             implementation=implementation,
             config=resolved,
-            strict=_is_strict(config),
+            strict=_is_strict(implementation, config),
         )
 
     return jax.tree.map(exchange, x)
@@ -292,7 +292,7 @@ def ppermute(
             pairs,
             implementation=implementation,
             config=resolved,
-            strict=_is_strict(config),
+            strict=_is_strict(implementation, config),
         )
 
     return jax.tree.map(permute, x)
@@ -327,12 +327,15 @@ def ragged_all_to_all(
         axis_index_groups: lists of indices of the axis, all of one size and holding each index
             once; each exchanges for itself.
         implementation: None, "cuda" or "reference".
-        config: the knobs ``mechanism`` and ``num_comm_sms``.
+        config: the knobs ``mechanism`` ("register" alone) and ``num_comm_sms``.
 
     Returns:
         `output` with the received slices in place. A row that is not in `operand`, or whose place
         is not in `output`, does not move (XLA's own operation does not look: CUDA without the
-        kernels). Where slices overlap, one of them stays; that goes for gradients too, as in lax.
+        kernels). Where slices overlap in `output`, one of them stays.
+
+    WARNING: where slices overlap in `operand`, its gradient is WRONG, as in lax: the cotangent of
+    one of the places that a row goes to, not their sum. Repeat such rows if you differentiate.
 
     With ``PK_JAX_CHECKS=1`` when the program is compiled, such a row is a run-time error that names
     it and its rank. Unlike lax's, the result varies wherever an operand does.
@@ -357,12 +360,12 @@ def ragged_all_to_all(
 def _resolve(op: str, implementation: str | None, config: Config | None) -> Config:
     """The Config that an op runs with; its two own arguments are checked."""
     _config.check_implementation(op, implementation)
-    return _config.resolve(op, config)
+    return _config.resolve(op, config, together=implementation != "reference")
 
 
-def _is_strict(config: Config | None) -> bool:
-    """Whether the call itself, and not a default, names the mechanism."""
-    return config is not None and config.mechanism is not None
+def _is_strict(implementation: str | None, config: Config | None) -> bool:
+    """Whether the call itself, and not a default, names a mechanism that may be used."""
+    return implementation != "reference" and config is not None and config.mechanism is not None
 
 
 def _reduce(
@@ -388,6 +391,7 @@ def _reduce(
             reduction,
             leaf,
             axes,
+            asked=op,
             axis_index_groups=groups,
             implementation=implementation,
             config=resolved,

@@ -22,6 +22,9 @@ IMPLEMENTATIONS = ("cuda", "reference")
 # The most blocks a kernel may have: each has an epoch word of its own.
 MAX_BLOCKS = 512
 
+# The most SMs that empty the landing buffer of the copy engine.
+MAX_DRAIN_BLOCKS = 32
+
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value is not None and not (isinstance(value, str) and value in choices):
@@ -132,10 +135,11 @@ def use_config(**fields: Any) -> Iterator[Config]:
         yield config
 
 
-def resolve(op: str, config: Config | None) -> Config:
+def resolve(op: str, config: Config | None, *, together: bool = False) -> Config:
     """The Config that `op` runs with: the call's, its gaps filled by use_config's defaults.
 
-    The flags of a given config hold as they are, since False is not a gap.
+    The flags of a given config hold as they are, since False is not a gap. With `together`, values
+    are also checked against one another.
 
     Raises:
         ValueError: the given config sets a knob that the op does not have, or to a value that it
@@ -149,7 +153,21 @@ def resolve(op: str, config: Config | None) -> Config:
             raise ValueError(f"{op} cannot honour config.{name}={value!r}: {_knobs_of(op)}")
     defaults = _set_fields(_compat.config_state.value or _DEFAULTS)
     merged = (defaults | given).items()
-    return Config(**{name: value for name, value in merged if _honours(op, name, value)})
+    resolved = Config(**{name: value for name, value in merged if _honours(op, name, value)})
+    if together:
+        _check_together(op, resolved)
+    return resolved
+
+
+def _check_together(op: str, config: Config) -> None:
+    """Raises ValueError for values that an op has, but not with one another."""
+    sms = config.num_comm_sms
+    if config.mechanism == "copy_engine" and sms is not None and sms > MAX_DRAIN_BLOCKS:
+        raise ValueError(
+            f"{op} cannot honour config.num_comm_sms={sms} with mechanism='copy_engine': at most "
+            f"{MAX_DRAIN_BLOCKS} SMs empty the landing buffer; give 1 to {MAX_DRAIN_BLOCKS}, or "
+            "another mechanism"
+        )
 
 
 def check_implementation(op: str, implementation: str | None) -> None:

@@ -264,8 +264,40 @@ def test_ranks_counted_from_the_end(mesh_of, per_rank):
 
 @every_op
 def test_cuda_on_the_cpu(op, mesh_of, per_rank):
-    with pytest.raises(NotImplementedError, match=r"^p?\w+ is .*'cpu', and its kernels need CUDA"):
+    with pytest.raises(NotImplementedError, match=rf"^{op} is .*'cpu', and its kernels need CUDA"):
         per_rank(mesh_of(x=2), lambda x: OPS[op](x, "x", implementation="cuda"), jnp.zeros((2, 2)))
+
+
+def test_a_mechanism_that_the_reference_does_not_use(mesh_of, per_rank):
+    # Bulk copies move no 4 bytes.
+    calls = {name: OPS[name] for name in ("all_gather", "ppermute")}
+    calls["all_to_all"] = lambda x, axis, **kw: pk.all_to_all(x, axis, 0, 1, tiled=True, **kw)
+    for call in calls.values():
+        for implementation, refused in ((None, True), ("cuda", True), ("reference", False)):
+            options = {"implementation": implementation, "config": pk.Config(mechanism="tma")}
+
+            def run(call=call, options=options):
+                return per_rank(
+                    mesh_of(x=2), lambda x: call(x, "x", **options), jnp.zeros((2, 2, 1))
+                )
+
+            if refused:
+                with pytest.raises(ValueError, match="mechanism='tma'"):
+                    run()
+            else:
+                run()
+
+
+def test_more_sms_than_empty_the_landing_buffer(traced):
+    config = pk.Config(mechanism="copy_engine", num_comm_sms=33)
+    text = "num_comm_sms=33 with mechanism='copy_engine': at most 32 SMs empty the landing buffer"
+    with pytest.raises(ValueError, match=text):
+        traced(lambda x: pk.all_gather(x, "a", config=config))
+    with pk.use_config(num_comm_sms=33), pytest.raises(ValueError, match=text):
+        traced(lambda x: pk.all_gather(x, "a", config=pk.Config(mechanism="copy_engine")))
+    with pk.use_config(mechanism="copy_engine", num_comm_sms=33):
+        traced(lambda x: pk.psum(x, "a"))  # has no copy engine
+    traced(lambda x: pk.all_gather(x, "a", implementation="reference", config=config))
 
 
 @every_op

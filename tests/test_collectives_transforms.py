@@ -5,6 +5,8 @@ number of ranks beyond), a batching rule that moves the wrong dimension, a resul
 all ranks when it is not.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -348,3 +350,18 @@ def test_gradient_of_four_bit_floats(mesh_of, op):
     got, want = jax.grad(loss(pk))(x), jax.grad(loss(jax.lax))(x)
     np.testing.assert_array_equal(got, want)
     assert (got != 0).all()
+
+
+@pytest.mark.parametrize("perm", [[(0, 2), (2, 1)], [(1, 0), (0, 1), (2, 2)], []], ids=str)
+@pytest.mark.parametrize("in_axis, dtype", [(0, "float32"), (1, "bool"), (None, "int4")])
+def test_ppermute_over_a_mapped_axis(perm, in_axis, dtype):
+    shape = (3, 3) if in_axis is not None else (3,)
+    x = jnp.asarray(np.arange(1, 1 + np.prod(shape)).reshape(shape) % 5).astype(dtype)
+    op = functools.partial(pk.ppermute, axis_name="v", perm=perm)
+    got = jax.vmap(op, in_axis, axis_name="v", axis_size=3)(x)
+    sent = np.stack([x] * 3) if in_axis is None else np.moveaxis(np.asarray(x), in_axis, 0)
+    want = np.zeros_like(sent)
+    for source, to in perm:
+        want[to] = sent[source]
+    assert got.dtype == dtype
+    np.testing.assert_array_equal(got, want)

@@ -219,8 +219,13 @@ def _ppermute_batch(axis_data: Any, operands: Any, dims: Any, **params: Any) -> 
             f"ppermute over the mapped axis {axis_data.name!r} of jax.vmap together with {rest} is "
             "not available; permute over one and then over the other"
         )
-    rule = batching.fancy_primitive_batchers[_compat.ppermute_p]
-    return rule(axis_data, operands, dims, axis_name=axis_name, perm=params["perm"])
+    # Not lax's rule, which knows only permutations of all ranks.
+    x = batching.bdim_at_front(operands[0], dims[0], axis_data.size)
+    sources = {to: source for source, to in params["perm"]}
+    moved = x[np.array([sources.get(rank, 0) for rank in range(axis_data.size)])]
+    for rank in set(range(axis_data.size)) - set(sources):
+        moved = moved.at[rank].set(lax.full_like(moved[rank], 0))
+    return moved, 0
 
 
 def _ppermute_reference(x: Any, **params: Any) -> Any:

@@ -36,6 +36,7 @@ def reduce(
     x: Any,
     axes: tuple[Any, ...],
     *,
+    asked: str | None = None,
     axis_index_groups: tuple[tuple[int, ...], ...] | None,
     implementation: str | None,
     config: Config,
@@ -43,7 +44,8 @@ def reduce(
     """Binds the primitive of "psum", "pmax" or "pmin" to one array; the arguments are checked.
 
     What has a meaning in lax alone goes there: the sum of a constant, which stays one; array axes
-    among the axes; an operand that is the unreduced sum of its ranks.
+    among the axes; an operand that is the unreduced sum of its ranks. A psum may have been `asked`
+    for as a "pmean", which is what messages name then.
     """
     in_lax = functools.partial(_REFERENCES[op], axis_index_groups=axis_index_groups)
     if op == "psum" and not isinstance(x, Tracer):
@@ -57,9 +59,10 @@ def reduce(
     axes = _compat.without_size_one_axes(axes)
     if not axes:
         return x
-    if _compat.state_over(x, axes, op) == "unreduced":
+    if _compat.state_over(x, axes, asked or op) == "unreduced":
         return in_lax(x, axes)
     params: dict[str, Any] = {"axes": axes, "axis_index_groups": axis_index_groups}
+    params["asked"] = asked or op
     if op == "psum":
         params["typed"] = _compat.check_vma()
         if jnp.result_type(x) == jnp.bool_:

@@ -61,6 +61,7 @@ def lower(ctx: Any, *operands: Any, rules: Rules, **params: Any) -> Any:
     """The lowering rule of all primitives, for all platforms."""
     (out,) = ctx.avals_out
     axes, index_groups = axes_of(params), params.get("axis_index_groups")
+    op = params.get("asked", rules.op)
     groups = _compat.rank_groups(ctx, axes, index_groups)
     if 0 in out.shape or all(len(group) == 1 for group in groups):
         # No elements, or groups of one: nothing moves.
@@ -72,24 +73,24 @@ def lower(ctx: Any, *operands: Any, rules: Rules, **params: Any) -> Any:
             devices = _compat.mesh_devices(ctx)
             dtype = ctx.avals_in[0].dtype
             auto = _compat.auto_axes(ctx)
-            decision = _selection.decide(rules.op, dtype, groups, devices, auto)
+            decision = _selection.decide(op, dtype, groups, devices, auto)
             if decision.path == "cuda" and rules.emit_cuda is not None:
                 return rules.emit_cuda(ctx, *operands, groups=groups, **params)
             if rules.across_hosts is not None and index_groups is None:
-                inner = _axes_inside(ctx, rules.op, dtype, axes)
+                inner = _axes_inside(ctx, op, dtype, axes)
                 if inner:
                     why = _selection.why_hierarchical(axes, inner, decision.reason)
-                    _selection.log_once(rules.op, _selection.Decision("hierarchical", why))
+                    _selection.log_once(op, _selection.Decision("hierarchical", why))
                     rule = functools.partial(rules.across_hosts, inner=inner)
                     return mlir.lower_fun(rule, multiple_results=False)(ctx, *operands, **params)
         else:
             decision = _selection.Decision(
-                "reference", _selection.why_platform(rules.op, *platforms)
+                "reference", _selection.why_platform(op, *platforms)
             )
         if params["implementation"] == "cuda":
-            named = "" if decision.reason.startswith(rules.op) else f"{rules.op}: "
+            named = "" if decision.reason.startswith(op) else f"{op}: "
             raise NotImplementedError(named + decision.reason)
-        _selection.log_once(rules.op, decision)
+        _selection.log_once(op, decision)
     return mlir.lower_fun(rules.reference, multiple_results=False)(ctx, *operands, **params)
 
 
