@@ -42,7 +42,7 @@ struct Run {
             blocks.empty() ? 0 : blocks[rank % blocks.size()]};
   }
 
-  // launch(communicator, plan, buffers)
+  // launch(communicator, plan, call, buffers)
   template <typename Launch>
   void go(int64_t scratch_bytes, Launch launch) const {
     const auto n = static_cast<size_t>(ranks.num_ranks());
@@ -66,7 +66,7 @@ struct Run {
       error = ranks.run(
           calls, operands.data(), results.data(),
           [&](Communicator& communicator, int call, const VirtualRanks::Buffers& buffers) {
-            launch(communicator, plan(call, communicator.rank()), buffers);
+            launch(communicator, plan(call, communicator.rank()), call, buffers);
           });
     }
     if (!error.empty()) throw std::runtime_error(error);
@@ -86,39 +86,50 @@ struct Run {
   }
 };
 
+// A test that gets its sizes wrong must not write past the buffers.
+void require(bool fits) {
+  if (!fits) throw nb::value_error("operands, results and the other arguments do not fit");
+}
+
 void all_gather(const Run& run, int64_t rows) {
-  run.go(0,
-         [&](Communicator& communicator, const Plan& plan, const VirtualRanks::Buffers& buffers) {
-           PushArgs args = run.push_args(plan, buffers);
-           args.rows = rows;
-           args.inner = run.operand_bytes() / rows;
-           run_all_gather(communicator, args, run.result_bytes(), plan, buffers.stream);
-         });
+  require(rows > 0 && run.operand_bytes() % rows == 0 &&
+          run.result_bytes() == run.operand_bytes() * run.ranks.num_ranks());
+  run.go(0, [&](Communicator& communicator, const Plan& plan, int,
+                const VirtualRanks::Buffers& buffers) {
+    PushArgs args = run.push_args(plan, buffers);
+    args.rows = rows;
+    args.inner = run.operand_bytes() / rows;
+    run_all_gather(communicator, args, run.result_bytes(), plan, buffers.stream);
+  });
 }
 
 void all_to_all(const Run& run, int64_t batch, int64_t rows, bool split_first) {
-  run.go(0,
-         [&](Communicator& communicator, const Plan& plan, const VirtualRanks::Buffers& buffers) {
-           PushArgs args = run.push_args(plan, buffers);
-           args.rows = batch * rows;
-           args.inner = run.operand_bytes() / communicator.num_ranks() / args.rows;
-           run_all_to_all(communicator, args, batch, split_first, run.result_bytes(), plan,
-                          buffers.stream);
-         });
+  require(batch > 0 && rows > 0 && run.result_bytes() == run.operand_bytes() &&
+          run.operand_bytes() % (run.ranks.num_ranks() * batch * rows) == 0);
+  run.go(0, [&](Communicator& communicator, const Plan& plan, int,
+                const VirtualRanks::Buffers& buffers) {
+    PushArgs args = run.push_args(plan, buffers);
+    args.rows = batch * rows;
+    args.inner = run.operand_bytes() / communicator.num_ranks() / args.rows;
+    run_all_to_all(communicator, args, batch, split_first, run.result_bytes(), plan,
+                   buffers.stream);
+  });
 }
 
 void ppermute(const Run& run, const std::vector<int>& destinations) {
+  require(run.result_bytes() == run.operand_bytes() &&
+          static_cast<int>(destinations.size()) == run.ranks.num_ranks());
   Destinations to;
   std::fill(std::begin(to.rank), std::end(to.rank), int8_t{-1});
   for (size_t r = 0; r < destinations.size(); ++r)
     to.rank[r] = static_cast<int8_t>(destinations[r]);
-  run.go(0,
-         [&](Communicator& communicator, const Plan& plan, const VirtualRanks::Buffers& buffers) {
-           PushArgs args = run.push_args(plan, buffers);
-           args.rows = 1;
-           args.inner = run.operand_bytes();
-           run_ppermute(communicator, args, to, run.result_bytes(), plan, buffers.stream);
-         });
+  run.go(0, [&](Communicator& communicator, const Plan& plan, int,
+                const VirtualRanks::Buffers& buffers) {
+    PushArgs args = run.push_args(plan, buffers);
+    args.rows = 1;
+    args.inner = run.operand_bytes();
+    run_ppermute(communicator, args, to, run.result_bytes(), plan, buffers.stream);
+  });
 }
 
 Element element_from(const std::string& dtype) {
@@ -133,31 +144,41 @@ Element element_from(const std::string& dtype) {
   throw nb::value_error("this dtype is not reduced");
 }
 
-// algorithm: "one_shot", "two_shot", or "scatter" with the operand as [rows, ranks, inner].
+// algorithms, of each call in turn: "one_shot" and "two_shot", or "scatter" with the operand as
+// [rows, ranks, inner].
 void reduce(const Run& run, const std::string& dtype, const std::string& reduction,
-            const std::string& algorithm, int64_t rows) {
+            const std::vector<std::string>& algorithms, int64_t rows) {
   const int n = run.ranks.num_ranks();
-  ReduceArgs shape{};
-  shape.element = element_from(dtype);
-  shape.reduction = reduction_from(reduction);
-  shape.op = algorithm == "scatter" ? Op::kPsumScatter : Op::kPsum;
-  if (algorithm == "scatter") {
-    shape_scatter(shape, rows, run.result_bytes() / rows, n);
-  } else {
-    shape_psum(shape, algorithm_from(algorithm), run.operand_bytes(), n);
+  std::vector<ReduceArgs> shapes;
+  int64_t scratch_bytes = 0;
+  for (const std::string& algorithm : algorithms) {
+    const bool scatter = algorithm == "scatter";
+    require(rows > 0 && run.result_bytes() % rows == 0 &&
+            run.result_bytes() * (scatter ? n : 1) == run.operand_bytes());
+    ReduceArgs shape{};
+    shape.element = element_from(dtype);
+    shape.reduction = reduction_from(reduction);
+    shape.op = scatter ? Op::kPsumScatter : Op::kPsum;
+    if (scatter) {
+      shape_scatter(shape, rows, run.result_bytes() / rows, n);
+    } else {
+      shape_psum(shape, algorithm_from(algorithm), run.operand_bytes(), n);
+    }
+    scratch_bytes = std::max(scratch_bytes, (n - 1) * scratch_slot(shape.rows * shape.inner));
+    shapes.push_back(shape);
   }
-  const int64_t scratch_bytes = (n - 1) * scratch_slot(shape.rows * shape.inner);
-  run.go(scratch_bytes,
-         [&](Communicator& communicator, const Plan& plan, const VirtualRanks::Buffers& buffers) {
-           ReduceArgs args = shape;
-           args.source = buffers.source;
-           args.result.address = buffers.result;
-           args.scratch.address = buffers.scratch;
-           args.channel = run.channel;
-           args.num_blocks = plan.num_blocks;
-           args.num_sms = buffers.num_sms;
-           run_reduce(communicator, args, run.result_bytes(), scratch_bytes, plan, buffers.stream);
-         });
+  require(!shapes.empty());
+  run.go(scratch_bytes, [&](Communicator& communicator, const Plan& plan, int call,
+                            const VirtualRanks::Buffers& buffers) {
+    ReduceArgs args = shapes[call % shapes.size()];
+    args.source = buffers.source;
+    args.result.address = buffers.result;
+    args.scratch.address = buffers.scratch;
+    args.channel = run.channel;
+    args.num_blocks = plan.num_blocks;
+    args.num_sms = buffers.num_sms;
+    run_reduce(communicator, args, run.result_bytes(), scratch_bytes, plan, buffers.stream);
+  });
 }
 
 // The operand ends with three int32 arrays of num_updates: input offsets, send sizes, output
@@ -165,24 +186,26 @@ void reduce(const Run& run, const std::string& dtype, const std::string& reducti
 void ragged_all_to_all(const Run& run, int64_t row_bytes, int num_updates, bool checks) {
   const int64_t index_bytes = num_updates * static_cast<int64_t>(sizeof(int32_t));
   const int64_t data_bytes = run.operand_bytes() - 3 * index_bytes;
-  run.go(0,
-         [&](Communicator& communicator, const Plan& plan, const VirtualRanks::Buffers& buffers) {
-           RaggedArgs args{};
-           args.source = buffers.source;
-           args.result.address = buffers.result;
-           args.input_offsets = buffers.source + data_bytes;
-           args.send_sizes = buffers.source + data_bytes + index_bytes;
-           args.output_offsets = buffers.source + data_bytes + 2 * index_bytes;
-           args.num_updates = num_updates;
-           args.row_bytes = row_bytes;
-           args.source_rows = data_bytes / row_bytes;
-           args.result_rows = run.result_bytes() / row_bytes;
-           args.checks = checks;
-           args.channel = run.channel;
-           args.num_blocks = plan.num_blocks;
-           args.num_sms = buffers.num_sms;
-           run_ragged_all_to_all(communicator, args, run.result_bytes(), buffers.stream);
-         });
+  require(row_bytes > 0 && num_updates > 0 && data_bytes > 0 && data_bytes % row_bytes == 0 &&
+          run.result_bytes() % row_bytes == 0);
+  run.go(0, [&](Communicator& communicator, const Plan& plan, int,
+                const VirtualRanks::Buffers& buffers) {
+    RaggedArgs args{};
+    args.source = buffers.source;
+    args.result.address = buffers.result;
+    args.input_offsets = buffers.source + data_bytes;
+    args.send_sizes = buffers.source + data_bytes + index_bytes;
+    args.output_offsets = buffers.source + data_bytes + 2 * index_bytes;
+    args.num_updates = num_updates;
+    args.row_bytes = row_bytes;
+    args.source_rows = data_bytes / row_bytes;
+    args.result_rows = run.result_bytes() / row_bytes;
+    args.checks = checks;
+    args.channel = run.channel;
+    args.num_blocks = plan.num_blocks;
+    args.num_sms = buffers.num_sms;
+    run_ragged_all_to_all(communicator, args, run.result_bytes(), buffers.stream);
+  });
 }
 
 // A method with the arguments that all ops take, then its own.
@@ -219,9 +242,9 @@ void bind_virtual_ranks(nb::module_& module) {
   method(type, "ppermute", &ppermute, "destinations[source], -1 for none.",
          nb::arg("destinations"));
   method(type, "reduce", &reduce,
-         "algorithm: \"one_shot\", \"two_shot\", or \"scatter\" with operands as [rows, ranks, "
-         "inner].",
-         nb::arg("dtype"), nb::arg("reduction"), nb::arg("algorithm"), nb::arg("rows") = 1);
+         "algorithms, of each call in turn: \"one_shot\" and \"two_shot\", or \"scatter\" with "
+         "operands as [rows, ranks, inner].",
+         nb::arg("dtype"), nb::arg("reduction"), nb::arg("algorithms"), nb::arg("rows") = 1);
   method(type, "ragged_all_to_all", &ragged_all_to_all,
          "Operands end with int32 input_offsets, send_sizes, output_offsets of num_updates each.",
          nb::arg("row_bytes"), nb::arg("num_updates"), nb::arg("checks") = false);

@@ -44,8 +44,15 @@ PROGRAM = """
     for protocol, algorithm in (("ll", "one_shot"), ("simple", "one_shot"), ("simple", "two_shot")):
         results = np.zeros_like(values)
         raw = [array.view(np.uint8) for array in (values, results)]
-        ranks.reduce(*raw, [("register", protocol, [])], "float32", "sum", algorithm)
+        ranks.reduce(*raw, [("register", protocol, [])], "float32", "sum", [algorithm])
         assert (results == total).all(), ("psum", protocol, algorithm)
+    for inner in (640, 63):
+        values = np.random.default_rng(4).normal(size=(1, 2, 7, 2, inner)).astype(np.float32)
+        results = np.zeros((1, 2, 7 * inner), np.float32)
+        raw = [array.view(np.uint8).reshape(1, 2, -1) for array in (values, results)]
+        ranks.reduce(*raw, [("register", "simple", [])], "float32", "sum", ["scatter"], rows=7)
+        want = np.moveaxis(values[:, 0] + values[:, 1], 2, 1).reshape(1, 2, -1)
+        assert (results == want).all(), ("psum_scatter", inner)
     index = np.array([[0, 50], [40, 60], [100, 0]], np.int32)  # input offsets, sizes, targets
     data = np.random.default_rng(3).integers(0, 256, (1, 2, 200 * 48), dtype=np.uint8)
     tail = np.broadcast_to(index.view(np.uint8).reshape(1, 1, -1), (1, 2, 24))

@@ -141,7 +141,7 @@ def _psum(ranks, count, dtype, reduction, algorithm, *plans, calls=3, seed=0, **
         plan_words(plans),
         dtype=dtype,
         reduction=reduction,
-        algorithm=algorithm,
+        algorithms=[algorithm] if isinstance(algorithm, str) else algorithm,
         **kwargs,
     )
     expected = in_rank_order(values, reduction, jnp.dtype(dtype))[:, None]
@@ -177,6 +177,18 @@ def test_psum_on_few_blocks_and_mixed_calls(ranks):
             _psum(ranks, 60_001, "float32", "sum", algorithm, (*path, blocks), calls=3)
     mixed = (LL, SIMPLE, (*SIMPLE, 3), LL, (*SIMPLE, 1))
     _psum(ranks, 30_000, "float32", "sum", "one_shot", *mixed, calls=20, channel=5)
+    turns = ["one_shot", "two_shot", "two_shot"]
+    _psum(ranks, 30_001, "bfloat16", "sum", turns, SIMPLE, calls=15, channel=6)
+
+
+def test_ops_take_turns_on_a_channel(ranks):
+    """Counters of one op are where the next one finds them, whatever it is."""
+    n = ranks.num_ranks
+    for seed in range(3):
+        _psum(ranks, 20_000, "float32", "sum", "two_shot", SIMPLE, calls=2, seed=seed, channel=7)
+        _all_to_all(ranks, 2, 30, 96, True, *MOVES, calls=3, seed=seed, channel=7)
+        _psum_scatter(ranks, 5, 640, "bfloat16", SIMPLE, LL, calls=2, seed=seed, channel=7)
+        _ppermute(ranks, 4096, [(i + 1) % n for i in range(n)], LL, SIMPLE, seed=seed, channel=7)
 
 
 def _psum_scatter(ranks, rows, inner, dtype, *plans, calls=3, seed=0, **kwargs):
@@ -189,7 +201,7 @@ def _psum_scatter(ranks, rows, inner, dtype, *plans, calls=3, seed=0, **kwargs):
         plan_words(plans),
         dtype=dtype,
         reduction="sum",
-        algorithm="scatter",
+        algorithms=["scatter"],
         rows=rows,
         **kwargs,
     )
@@ -219,7 +231,7 @@ def test_sums_are_the_same_every_time(ranks):
             plan_words([path]),
             dtype="float32",
             reduction="sum",
-            algorithm=algorithm,
+            algorithms=[algorithm] if isinstance(algorithm, str) else algorithm,
         )
         np.testing.assert_array_equal(results, np.broadcast_to(results[:1, :1], results.shape))
 
@@ -236,7 +248,7 @@ def test_not_a_number_wins(ranks):
                 plan_words([path]),
                 dtype="float32",
                 reduction=reduction,
-                algorithm=algorithm,
+                algorithms=[algorithm] if isinstance(algorithm, str) else algorithm,
             )
             found = results.view(np.float32)
             np.testing.assert_array_equal(
@@ -318,8 +330,8 @@ CALL = """
     (
         "ranks.all_to_all(operands, results, {plans}, 1, 1, True, absent=[1])",
         "ranks.ppermute(operands, results, {plans}, destinations=[1, 2, 0], absent=[1])",
-        'ranks.reduce(operands, results, {plans}, "float32", "sum", "one_shot", absent=[1])',
-        'ranks.reduce(operands, scattered, {plans}, "float32", "sum", "scatter", absent=[1])',
+        'ranks.reduce(operands, results, {plans}, "float32", "sum", ["one_shot"], absent=[1])',
+        'ranks.reduce(operands, scattered, {plans}, "float32", "sum", ["scatter"], absent=[1])',
     ),
     ids=("all_to_all", "ppermute", "psum", "psum_scatter"),
 )
@@ -332,7 +344,7 @@ def test_an_absent_rank_is_named(call, protocol):
 def test_grids_that_differ_are_refused():
     call = 'ranks.reduce(operands, results, [("register", "simple", [1, 2, 1])], '
     call = call.replace("operands, results", "big, big.copy()")
-    program = CALL.format(call=call + '"float32", "sum", "one_shot")').replace(
+    program = CALL.format(call=call + '"float32", "sum", ["one_shot"])').replace(
         "operands, results =", "big = np.ones((1, 3, 1 << 20), np.uint8); operands, results ="
     )
     text = _in_a_process(program)
