@@ -171,19 +171,27 @@ def _ops() -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for op, implementation, reason in _selection.paths(devices):
         row = {"op": op, "implementation": implementation, "reason": reason or None, "choices": []}
-        if implementation == "cuda" and op == "all_gather":
-            row["choices"] = _all_gather_choices(devices[0].device_kind, len(devices))
+        if implementation == "cuda":
+            row["choices"] = _choices(op, devices[0].device_kind, len(devices))
         rows.append(row)
     return rows
 
 
-def _all_gather_choices(device_kind: str, num_ranks: int) -> list[dict[str, Any]]:
-    """What the cost model picks from 1 KiB to 1 GiB a rank, neighbours with one choice joined."""
+def _choices(op: str, device_kind: str, num_ranks: int) -> list[dict[str, Any]]:
+    """What the cost model picks from 1 KiB to 1 GiB a rank, neighbours with one choice joined.
+
+    Empty for an op whose sizes are known on the device alone.
+    """
+    op = {"pmax": "psum", "pmin": "psum", "pmean": "psum"}.get(op, op)
+    if op not in cost_model.MECHANISMS:
+        return []
     record = hardware.lookup(device_kind)
     rows: list[dict[str, Any]] = []
     for size in (1 << shift for shift in range(10, 31)):
-        choice = cost_model.choose(record, Work("all_gather", size, num_ranks, size))
+        choice = cost_model.choose(record, Work(op, size, num_ranks, size))
         how = {"mechanism": choice.mechanism, "protocol": choice.protocol}
+        if choice.algorithm:
+            how["algorithm"] = choice.algorithm
         if rows and how.items() <= rows[-1].items():
             rows[-1]["to_bytes"] = size
         else:
@@ -346,7 +354,8 @@ def _ops_text(data: dict[str, Any]) -> str:
         lines.append(f"  {row['op']:<{width}}  {row['implementation']}{why}")
         for choice in row["choices"]:
             sizes = f"{_bytes(choice['from_bytes'])} to {_bytes(choice['to_bytes'])} a rank"
-            how = f"{choice['mechanism']} ({choice['protocol']})"
+            details = ", ".join(choice[k] for k in ("protocol", "algorithm") if k in choice)
+            how = f"{choice['mechanism']} ({details})"
             lines.append(f"  {'':<{width}}    {sizes}: {how}")
     return "\n".join(["Ops on this process's devices as one axis", *lines])
 

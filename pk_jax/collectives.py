@@ -18,8 +18,7 @@ import jax
 import numpy as np
 
 from pk_jax import config as _config
-from pk_jax._primitives import checks, exchanges, ragged, reductions
-from pk_jax._primitives import collectives as primitives
+from pk_jax._primitives import checks, exchanges, gathers, ragged, reductions
 from pk_jax._reference import collectives as reference
 from pk_jax.config import Config
 
@@ -78,7 +77,7 @@ def all_gather(
     tiled = checks.check_flag(op, "tiled", tiled)
 
     def gather(leaf: Any) -> Any:
-        return primitives.all_gather(
+        return gathers.all_gather(
             leaf,
             axes,
             axis_index_groups=groups,
@@ -128,7 +127,7 @@ def psum_scatter(
     tiled = checks.check_flag(op, "tiled", tiled)
 
     def scatter(leaf: Any) -> Any:
-        return primitives.psum_scatter(
+        return gathers.psum_scatter(
             leaf,
             axes,
             scatter_dimension=checks.check_dimension(

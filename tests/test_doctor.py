@@ -78,9 +78,14 @@ def test_text_of_a_machine_with_gpus(monkeypatch):
     monkeypatch.setattr(_registry, "library", FakeLibrary())
     data = doctor.doctor()
     assert json.loads(json.dumps(data)) == data
-    choices = doctor._all_gather_choices("NVIDIA H200", 2)
     data["ops"] = [
-        {"op": "all_gather", "implementation": "cuda", "reason": None, "choices": choices}
+        {
+            "op": op,
+            "implementation": "cuda",
+            "reason": None,
+            "choices": doctor._choices(op, "NVIDIA H200", 2),
+        }
+        for op in _selection.OPS
     ]
     lines = doctor.render(data).splitlines()
     assert any("CUDA runtime of the library 13.0, FFI 0.4" in line for line in lines)
@@ -89,6 +94,7 @@ def test_text_of_a_machine_with_gpus(monkeypatch):
     assert any(line.split() == ["0", "-", "NVLink", "PCIe"] for line in lines)
     assert any(line.split() == ["1", "NVLink", "-", "none"] for line in lines)
     assert any("1 KiB to" in line and "register (ll)" in line for line in lines)
+    assert any("to 1 GiB" in line and "_shot)" in line for line in lines)
 
 
 def test_without_a_driver_the_reason_is_shown(monkeypatch):
@@ -110,13 +116,19 @@ def test_text_of_a_process_whose_kernels_have_run(data):
     assert f"Last error of a kernel: {error}" in text
 
 
-def test_choices_cover_all_sizes_once():
-    choices = doctor._all_gather_choices("NVIDIA H200", 2)
+@pytest.mark.parametrize("op", _selection.OPS)
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_choices_cover_all_sizes_once(op, num_ranks):
+    choices = doctor._choices(op, "NVIDIA H200", num_ranks)
+    if op == "ragged_all_to_all":
+        assert choices == []
+        return
     assert choices[0]["from_bytes"] == 1 << 10
     assert choices[-1]["to_bytes"] == 1 << 30
     for before, after in itertools.pairwise(choices):
         assert after["from_bytes"] == 2 * before["to_bytes"]
-        how = [(choice["mechanism"], choice["protocol"]) for choice in (before, after)]
+        names = ("mechanism", "protocol", "algorithm")
+        how = [[choice.get(name) for name in names] for choice in (before, after)]
         assert how[0] != how[1]
 
 

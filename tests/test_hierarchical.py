@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 import pk_jax as pk
 from pk_jax import _selection
 from pk_jax._primitives import hierarchical
+from pk_jax._tuning import hardware
 
 WORKER = Path(__file__).with_name("hierarchical_process.py")
 
@@ -95,7 +96,7 @@ def test_psum_scatter(name, check_vma, dimension, tiled, mesh_of, per_rank):
 @pytest.mark.parametrize("op", ["psum", "pmax", "pmin"])
 @pytest.mark.parametrize("large", [True, False])
 def test_reductions(name, check_vma, op, large, mesh_of, monkeypatch):
-    monkeypatch.setattr(hierarchical, "LARGE_BYTES", 0 if large else 1 << 20)
+    monkeypatch.setattr(hardware, "ACROSS_IN_PARTS_BYTES", 0 if large else 1 << 20)
     sizes, axes, inner = MESHES[name]
     mesh = mesh_of(**sizes)
     x = operand(mesh.size, 5, 3).reshape(-1, 3)  # which no size of a group divides
@@ -124,7 +125,7 @@ def test_large_sums_cross_in_parts(mesh_of):
         (line,) = [line for line in text.splitlines() if " psum[" in line]
         return line
 
-    limit = hierarchical.LARGE_BYTES // 4
+    limit = hardware.ACROSS_IN_PARTS_BYTES // 4
     assert f"f32[{limit - 1}] = psum[" in across(limit - 1)
     assert f"f32[{limit // 4}] = psum[" in across(limit)
     assert f"f32[{limit // 4 + 1}] = psum[" in across(limit + 1)

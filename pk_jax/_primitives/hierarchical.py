@@ -19,12 +19,9 @@ from jax import lax
 
 from pk_jax._primitives import checks
 from pk_jax._reference import collectives as reference
+from pk_jax._tuning import hardware
 
 Axes = tuple[Any, ...]
-
-# From here on a reduction crosses in parts, each rank of a host carrying its own: two more calls
-# inside, for 1/n of the bytes across.
-LARGE_BYTES = 1 << 20
 
 _ACROSS = {"psum": reference.psum, "pmax": reference.pmax, "pmin": reference.pmin}
 
@@ -51,7 +48,7 @@ def reduce(
         gather_inside: all_gather over inner axes, as in lax.
     """
     outer = _others(axis_name, inner)
-    if x.size * x.dtype.itemsize < LARGE_BYTES:
+    if x.size * x.dtype.itemsize < hardware.ACROSS_IN_PARTS_BYTES:
         return _ACROSS[op](reduce_inside(x, inner), outer)
     size = checks.bound_size(inner)
     flat = jnp.pad(x.reshape(-1), (0, -x.size % size))

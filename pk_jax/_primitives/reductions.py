@@ -16,7 +16,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
 from pk_jax import _compat
-from pk_jax._primitives import collectives, hierarchical
+from pk_jax._primitives import gathers, hierarchical
 from pk_jax._primitives.rules import Rules, choose, define, emit, inside, of_transpose
 from pk_jax._reference import collectives as reference
 from pk_jax._tuning import cost_model
@@ -115,8 +115,8 @@ def _across_hosts(x: Any, *, op: str, inner: tuple[Any, ...], **params: Any) -> 
         params["axes"],
         inner,
         reduce_inside=functools.partial(reduce, op, **inside(params)),
-        scatter_inside=functools.partial(collectives.psum_scatter, **inside(params)),
-        gather_inside=functools.partial(collectives.all_gather, **inside(params)),
+        scatter_inside=functools.partial(gathers.psum_scatter, **inside(params)),
+        gather_inside=functools.partial(gathers.all_gather, **inside(params)),
     )
 
 

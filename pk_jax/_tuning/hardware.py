@@ -9,6 +9,10 @@ KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
+# From here on a reduction crosses hosts in parts, each rank of a host carrying its own: two more
+# calls inside, for 1/n of the bytes across. Assumed, for want of a measurement on several hosts.
+ACROSS_IN_PARTS_BYTES = MIB
+
 # (x, bytes per second) points of a measured curve, x rising: blocks (SMs) that move the data, or
 # bytes of one copy.
 Curve = tuple[tuple[int, float], ...]
