@@ -22,12 +22,12 @@ from fuzz.draws import RandomDraw
 def test_collectives_do_what_lax_does():
     devices = jax.devices("cpu")
     if importlib.util.find_spec("hypothesis"):
-        report = sources.run_hypothesis(200, None, devices, shrink=False)
+        report = sources.run_hypothesis(100, None, devices, shrink=False)
     else:
-        report = sources.run_random(200, 0, devices, threads=2)
+        report = sources.run_random(100, 0, devices, threads=2)
     assert not report.differences, "\n".join(map(str, report.differences))
     # Most cases are there to be run, and no op is left out.
-    assert report.counts["results"] >= 100
+    assert report.counts["results"] >= 50
     assert all(report.counts[op] for op in cases.OPS)
 
 
