@@ -45,17 +45,16 @@ def mapped(mesh_of):
 # vmap
 
 
-@typed
 @pytest.mark.parametrize("in_axis", [0, 1, 2])
 @pytest.mark.parametrize("name", ALL)
-def test_vmap(name, in_axis, check_vma, mapped):
+def test_vmap(name, in_axis, mapped):
     # Against a loop: lax's batching rule of psum_scatter misplaces a batch dimension.
     def over(run):
         def f(x):
             x = jnp.moveaxis(x.reshape(3, 4, 8), 0, in_axis)
             return run(functools.partial(ALL[name], pk), x)[None]
 
-        return jax.jit(mapped(f, check_vma=check_vma, out_specs=P("x")))(values(RANKS * 3, 4, 8))
+        return jax.jit(mapped(f, out_specs=P("x")))(values(RANKS * 3, 4, 8))
 
     def loop(f, x):
         return jnp.stack([f(part) for part in jnp.moveaxis(x, in_axis, 0)])
