@@ -103,7 +103,7 @@ _SMS = f"an int from 1 to {MAX_BLOCKS}"
 _DEFAULTS = Config()
 _FIELDS = tuple(field.name for field in dataclasses.fields(Config))
 
-# The knobs each op honours, and their values. An op that is not here has none yet.
+# The knobs each op honours, and their values.
 # `deterministic` is a bound on what an op may do, so every op honours it and it needs no row.
 # What moves the parts of a sum follows from their rows: there is nothing to choose.
 _KNOBS: dict[str, dict[str, Any]] = {
@@ -181,12 +181,10 @@ def _set_fields(config: Config) -> dict[str, Any]:
 
 
 def _honours(op: str, name: str, value: Any) -> bool:
-    choices = _KNOBS.get(op, {}).get(name, ())
+    choices = _KNOBS[op].get(name, ())
     return value in choices if isinstance(choices, tuple) else True
 
 
 def _knobs_of(op: str) -> str:
-    knobs = _KNOBS.get(op)
-    if not knobs:
-        return "it has no knobs yet (it runs through jax.lax)"
-    return "its knobs are " + ", ".join(f"{name} ({choices})" for name, choices in knobs.items())
+    knobs = _KNOBS[op].items()
+    return "its knobs are " + ", ".join(f"{name} ({choices})" for name, choices in knobs)

@@ -84,9 +84,7 @@ def lower(ctx: Any, *operands: Any, rules: Rules, **params: Any) -> Any:
                     rule = functools.partial(rules.across_hosts, inner=inner)
                     return mlir.lower_fun(rule, multiple_results=False)(ctx, *operands, **params)
         else:
-            decision = _selection.Decision(
-                "reference", _selection.why_platform(op, *platforms)
-            )
+            decision = _selection.Decision("reference", _selection.why_platform(op, *platforms))
         if params["implementation"] == "cuda":
             named = "" if decision.reason.startswith(op) else f"{op}: "
             raise NotImplementedError(named + decision.reason)
