@@ -18,7 +18,7 @@ GPU_SETUP = $(GPU_FIND) && python=$$("$$python" scripts/bootstrap.py
 IN_PLACE = $(if $(NO_VENV),--in-place)
 # From an empty folder, so that no pk_jax but the installed one can be imported.
 PYTEST = root=$$PWD && cd "$$(mktemp -d)" && "$$python" -m pytest -c "$$root/pyproject.toml" --rootdir "$$root" \
-	-p no:cacheprovider "$$root/tests" $(ARGS)
+	-p no:cacheprovider --durations=10 "$$root/tests" $(ARGS)
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -26,7 +26,11 @@ help: ## list the targets
 demo: ## train a small language model with pk_jax and with jax.lax, and compare
 	@$(GPU_SETUP) demo $(IN_PLACE)) && "$$python" examples/train_lm.py $(ARGS)
 
-test: lint wheel audit pure test-oldest test-newest ## everything that needs no GPU
+# The two suites side by side: each keeps about one core busy.
+test: lint wheel audit pure ## everything that needs no GPU
+	@log=$$(mktemp) && { $(MAKE) --no-print-directory test-newest > "$$log" 2>&1 & newest=$$!; status=0; \
+	$(MAKE) --no-print-directory test-oldest || status=$$?; wait $$newest || status=$$?; \
+	echo "test-newest:"; cat "$$log"; rm -f "$$log"; exit $$status; }
 
 tools:
 	@$(SETUP) tools)
