@@ -289,7 +289,7 @@ def test_remat_policies_see_names_and_params(mapped):
     assert primitives_of_gradient(policy, mapped) == [2, 2, 3, 2]
     ours = {"implementation", "config"}
     assert seen == {
-        "pk_psum": {"axes", "axis_index_groups", "typed", *ours},
+        "pk_psum": {"axes", "axis_index_groups", "typed", "asked", *ours},
         "pk_all_to_all": {
             "axis_name", "axis_index_groups", "axis_size", "split_axis", "concat_axis", *ours,
         },
