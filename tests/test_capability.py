@@ -25,7 +25,7 @@ HANDLERS = tuple(
 
 def two_processes(problem=None):
     """The records of two processes with a GPU each; `problem` is the first one's."""
-    version = "pk_jax 0.1.0, jaxlib 0.11.2"
+    version = f"pk_jax 0.1.0, jaxlib {'.'.join(map(str, _compat.jaxlib_version()))}"
     return [
         Capability(
             index,
