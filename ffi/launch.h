@@ -16,6 +16,13 @@
 
 namespace pk {
 
+// Low-latency words find their own way through the mailbox; nothing is published for them.
+inline void publish_result(const Communicator& communicator, PushArgs& args, size_t result_bytes,
+                           const Plan& plan) {
+  if (plan.protocol == Protocol::kSimple)
+    args.result.offset = communicator.publish(args.result.address, result_bytes);
+}
+
 // Every rank's [rows, inner] bytes into every result.
 inline void run_all_gather(Communicator& communicator, PushArgs args, size_t result_bytes,
                            const Plan& plan, cudaStream_t stream) {
@@ -26,10 +33,7 @@ inline void run_all_gather(Communicator& communicator, PushArgs args, size_t res
           "launch (copy engine)");
     return;
   }
-  // Low-latency words find their own way through the mailbox; nothing is published.
-  if (plan.protocol == Protocol::kSimple) {
-    args.result.offset = communicator.publish(args.result.address, result_bytes);
-  }
+  publish_result(communicator, args, result_bytes, plan);
   check(launch_all_gather(communicator.view(), args, plan.mechanism, plan.protocol, stream),
         "launch");
 }
@@ -38,9 +42,7 @@ inline void run_all_to_all(Communicator& communicator, PushArgs args, int64_t ba
                            bool split_first, size_t result_bytes, const Plan& plan,
                            cudaStream_t stream) {
   communicator.count_launch();
-  if (plan.protocol == Protocol::kSimple) {
-    args.result.offset = communicator.publish(args.result.address, result_bytes);
-  }
+  publish_result(communicator, args, result_bytes, plan);
   check(launch_all_to_all(communicator.view(), args, batch, split_first, plan.mechanism,
                           plan.protocol, stream),
         "launch");
@@ -50,9 +52,7 @@ inline void run_ppermute(Communicator& communicator, PushArgs args,
                          const Destinations& destinations, size_t result_bytes, const Plan& plan,
                          cudaStream_t stream) {
   communicator.count_launch();
-  if (plan.protocol == Protocol::kSimple) {
-    args.result.offset = communicator.publish(args.result.address, result_bytes);
-  }
+  publish_result(communicator, args, result_bytes, plan);
   check(launch_ppermute(communicator.view(), args, destinations, plan.mechanism, plan.protocol,
                         stream),
         "launch");

@@ -91,7 +91,6 @@ ffi::Error execute(CallSite* call_site, cudaStream_t stream, int32_t device,
     ReduceArgs args{};
     args.reduction = site.reduction;
     args.element = element_from(source.element_type(), site.reduction);
-    args.op = scatter ? Op::kPsumScatter : Op::kPsum;
     args.source = static_cast<const char*>(source.untyped_data());
     args.result.address = static_cast<char*>(target.untyped_data());
     size_t scratch_bytes = 0;

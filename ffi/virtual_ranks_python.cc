@@ -158,7 +158,6 @@ void reduce(const Run& run, const std::string& dtype, const std::string& reducti
     ReduceArgs shape{};
     shape.element = element_from(dtype);
     shape.reduction = reduction_from(reduction);
-    shape.op = scatter ? Op::kPsumScatter : Op::kPsum;
     if (scatter) {
       shape_scatter(shape, rows, run.result_bytes() / rows, n);
     } else {

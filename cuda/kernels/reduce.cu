@@ -4,6 +4,7 @@
 namespace pk {
 
 void shape_psum(ReduceArgs& args, Algorithm algorithm, int64_t bytes, int num_ranks) {
+  args.op = Op::kPsum;
   args.algorithm = algorithm;
   args.bytes = bytes;
   args.rows = 1;
@@ -13,8 +14,8 @@ void shape_psum(ReduceArgs& args, Algorithm algorithm, int64_t bytes, int num_ra
 }
 
 void shape_scatter(ReduceArgs& args, int64_t rows, int64_t inner, int num_ranks) {
+  args.op = Op::kPsumScatter;
   args.algorithm = Algorithm::kScatter;
-  args.bytes = rows * num_ranks * inner;
   args.rows = rows;
   args.inner = inner;
   args.from = PartLayout::inside(num_ranks, inner);

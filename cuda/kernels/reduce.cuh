@@ -251,6 +251,8 @@ cudaError_t launch(const CommView& comm, const ReduceArgs& args, Protocol protoc
   const bool aligned = reinterpret_cast<uintptr_t>(args.source) % 16 == 0;
   const bool bulk =
       aligned && (args.inner % 16 == 0 || (args.rows == 1 && args.from.rank_pitch % 16 == 0));
+  // By elements a part goes whole, and the last of two shots would end past the operand.
+  if (!bulk && args.algorithm == Algorithm::kTwoShot) return cudaErrorMisalignedAddress;
   by_push<T><<<blocks, kThreads, sizeof(Ring), stream>>>(comm, args, tile_bytes, bulk);
   return cudaGetLastError();
 }

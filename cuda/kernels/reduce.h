@@ -24,7 +24,8 @@ void shape_psum(ReduceArgs& args, Algorithm algorithm, int64_t bytes, int num_ra
 void shape_scatter(ReduceArgs& args, int64_t rows, int64_t inner, int num_ranks);
 
 // kLowLatency needs rows * inner <= low_latency_bytes(num_ranks) and is never kTwoShot. Result and
-// scratch are 16-byte aligned. By bulk copies where operand and rows are too, else by registers.
+// scratch are 16-byte aligned, and the operand of two shots. By bulk copies where operand and rows
+// are too, else by registers.
 cudaError_t launch_reduce(const CommView& comm, const ReduceArgs& args, Protocol protocol,
                           cudaStream_t stream);
 

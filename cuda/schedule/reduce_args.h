@@ -27,7 +27,7 @@ struct ReduceArgs {
   PartLayout from;  // the ranks' parts in `source`
   int64_t rows;     // of a part
   int64_t inner;    // bytes of a row
-  int64_t bytes;    // of the operand: two shots, whose last part may be shorter than the others
+  int64_t bytes;    // of the operand of a psum: the last part of two shots may be shorter
   int channel;
   int num_blocks;  // 0: one for each SM. The same on every rank
   int num_sms;

@@ -9,8 +9,8 @@
 //                     tile 1                             | tile 3 | ...
 //
 // One watcher, because every warp that polls for itself hammers the same few lines of the L2. Tiles
-// are announced together, because a release waits for all that its SM has written: 3 us, the time
-// of a tile.
+// are announced together, because a release waits for all that its SM has written: 3 us or so, by
+// what announcing every tile costs.
 //
 // Rows that bulk copies cannot take are stored by all threads, and combined when all are there.
 //
@@ -36,7 +36,7 @@ inline constexpr int kThreads = 512;
 enum Warp : uint32_t { kPusher, kWatcher, kFirstCombiner };
 inline constexpr uint32_t kGroups = 2;  // of combiners, each at a tile of its own
 inline constexpr uint32_t kGroupThreads = (kThreads - 32 * kFirstCombiner) / kGroups;
-// Long enough for the pusher, who takes 2 us a tile whatever its size; short, for what comes last
+// Long enough for the pusher, who takes 1.5 us a tile whatever its size; short, for what comes last
 // is combined after the link has gone quiet. A group combines one in two passes of two vectors.
 inline constexpr int kVectors = 2;
 inline constexpr uint32_t kMostTileBytes = 2 * kVectors * 16 * kGroupThreads;
