@@ -68,32 +68,6 @@ def test_attribute_types(can_run, mesh_of, lowered):
 
 
 @pytest.mark.parametrize(
-    "axis_name, index_groups, groups",
-    [
-        ("a", None, [0, 4, 1, 5, 2, 6, 3, 7]),
-        ("b", None, [0, 1, 2, 3, 4, 5, 6, 7]),
-        (("a", "b"), None, [0, 1, 2, 3, 4, 5, 6, 7]),
-        (("b", "a"), None, [0, 4, 1, 5, 2, 6, 3, 7]),
-        ("b", [[2, 0], [1, 3]], [2, 0, 1, 3, 6, 4, 5, 7]),
-    ],
-    ids=str,
-)
-def test_groups_and_devices(axis_name, index_groups, groups, can_run, call_of):
-    order = [3, 1, 2, 0, 7, 6, 5, 4]
-    call = call_of(
-        (5,),
-        axis_name=axis_name,
-        sizes={"a": 2, "b": 4},
-        order=order,
-        axis_index_groups=index_groups,
-    )
-    members = 2 if index_groups else 8 if len(axis_name) == 2 else {"a": 2, "b": 4}[axis_name]
-    assert call["group_size"] == members
-    assert call["groups"] == groups
-    assert call["devices"] == [order[i] for i in groups]
-
-
-@pytest.mark.parametrize(
     "shape, axis, tiled, outer",
     [
         ((), 0, False, 1),

@@ -1,8 +1,8 @@
-"""The custom calls of the ops but all_gather: what stands in the module that XLA would get.
+"""The custom calls of the ops: what stands in the module that XLA would get.
 
 The attributes are the contract with ffi/. They are checked for many shapes and groups, and for
 all_to_all a NumPy interpretation of them is compared with jax.lax, so that the contract itself is
-known to mean the op.
+known to mean the op. What is all_gather's alone is in test_collectives_lowering.py.
 """
 
 import functools
@@ -355,6 +355,7 @@ EVERY = {
     "axis_name, index_groups, groups",
     [
         ("a", None, [0, 4, 1, 5, 2, 6, 3, 7]),
+        ("b", None, [0, 1, 2, 3, 4, 5, 6, 7]),
         (("a", "b"), None, [0, 1, 2, 3, 4, 5, 6, 7]),
         (("b", "a"), None, [0, 4, 1, 5, 2, 6, 3, 7]),
         ("b", [[2, 0], [1, 3]], [2, 0, 1, 3, 6, 4, 5, 7]),

@@ -132,18 +132,26 @@ def _numbers(dtype, seed, *shape):
     return rng.normal(size=shape).astype(dtype)
 
 
-def _psum(ranks, count, dtype, reduction, algorithm, *plans, calls=3, seed=0, **kwargs):
-    values = _numbers(dtype, seed, calls, ranks.num_ranks, count)
-    results = poisoned(*as_bytes(values).shape)
+def _reduced(ranks, values, shape, dtype, reduction, algorithms, plans, **kwargs):
+    """What [calls, ranks, ...] values come to: bytes of a poisoned array of `shape`."""
+    results = poisoned(*shape)
     ranks.reduce(
         as_bytes(values),
         results,
         plan_words(plans),
         dtype=dtype,
         reduction=reduction,
-        algorithms=[algorithm] if isinstance(algorithm, str) else algorithm,
+        algorithms=algorithms,
         **kwargs,
     )
+    return results
+
+
+def _psum(ranks, count, dtype, reduction, algorithm, *plans, calls=3, seed=0, **kwargs):
+    values = _numbers(dtype, seed, calls, ranks.num_ranks, count)
+    algorithms = [algorithm] if isinstance(algorithm, str) else algorithm
+    shape = as_bytes(values).shape
+    results = _reduced(ranks, values, shape, dtype, reduction, algorithms, plans, **kwargs)
     expected = in_rank_order(values, reduction, jnp.dtype(dtype))[:, None]
     expected = np.broadcast_to(expected, values.shape)
     np.testing.assert_array_equal(results, as_bytes(expected))
@@ -194,17 +202,8 @@ def test_ops_take_turns_on_a_channel(ranks):
 def _psum_scatter(ranks, rows, inner, dtype, *plans, calls=3, seed=0, **kwargs):
     n = ranks.num_ranks
     values = _numbers(dtype, seed, calls, n, rows, n, inner)
-    results = poisoned(calls, n, rows * inner * values.dtype.itemsize)
-    ranks.reduce(
-        as_bytes(values),
-        results,
-        plan_words(plans),
-        dtype=dtype,
-        reduction="sum",
-        algorithms=["scatter"],
-        rows=rows,
-        **kwargs,
-    )
+    shape = (calls, n, rows * inner * values.dtype.itemsize)
+    results = _reduced(ranks, values, shape, dtype, "sum", ["scatter"], plans, rows=rows, **kwargs)
     total = in_rank_order(values, "sum", jnp.dtype(dtype))  # [calls, rows, n, inner]
     np.testing.assert_array_equal(results, as_bytes(np.moveaxis(total, 2, 1)))
 
@@ -224,15 +223,8 @@ def test_sums_are_the_same_every_time(ranks):
     values = _numbers("float32", 3, 6, ranks.num_ranks, 30_000)
     values[:] = values[:1]
     for algorithm, path in ALGORITHMS:
-        results = poisoned(*as_bytes(values).shape)
-        ranks.reduce(
-            as_bytes(values),
-            results,
-            plan_words([path]),
-            dtype="float32",
-            reduction="sum",
-            algorithms=[algorithm] if isinstance(algorithm, str) else algorithm,
-        )
+        shape = as_bytes(values).shape
+        results = _reduced(ranks, values, shape, "float32", "sum", [algorithm], [path])
         np.testing.assert_array_equal(results, np.broadcast_to(results[:1, :1], results.shape))
 
 
@@ -241,16 +233,9 @@ def test_not_a_number_wins(ranks):
     values[0, -1, ::3] = np.nan
     for reduction in ("max", "min"):
         for algorithm, path in ALGORITHMS:
-            results = poisoned(*as_bytes(values).shape)
-            ranks.reduce(
-                as_bytes(values),
-                results,
-                plan_words([path]),
-                dtype="float32",
-                reduction=reduction,
-                algorithms=[algorithm] if isinstance(algorithm, str) else algorithm,
-            )
-            found = results.view(np.float32)
+            shape = as_bytes(values).shape
+            found = _reduced(ranks, values, shape, "float32", reduction, [algorithm], [path])
+            found = found.view(np.float32)
             np.testing.assert_array_equal(
                 np.isnan(found[0]), np.isnan(values[0, -1:]).repeat(ranks.num_ranks, 0)
             )
