@@ -353,7 +353,7 @@ def test_slices_out_of_range(setting, checks):
             out = f(*(put(mesh, a) for a in (x, -x, *indices)))
             print("first row:", np.asarray(out)[:, 0])
         except jax.errors.JaxRuntimeError as error:
-            print("raised:", error)
+            print("raised:", error, pk.last_error())
         else:
             assert all((np.asarray(guard) == 7).all() for guard in guards)
             print("guards: whole")

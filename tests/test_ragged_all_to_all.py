@@ -302,6 +302,17 @@ def test_vmap(make, mapped_index, axes, mapped):
         np.testing.assert_array_equal(got[:, element], model(a, b, plans[at].index))
 
 
+@pytest.mark.parametrize(("size", "rows", "columns"), [(3, 4, 0), (3, 0, 2), (0, 4, 2)])
+def test_vmap_of_nothing(size, rows, columns):
+    """Maps over no elements, and over elements without rows or columns."""
+    index = jnp.zeros((size, 2), jnp.int32)
+    op = jax.vmap(lambda x, y, i: pk.ragged_all_to_all(x, y, i, i, i, i, axis_name="x"), (1, 1, 0))
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("x",))
+    f = jax.shard_map(op, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    operand, output = jnp.ones((rows, size, columns)), jnp.ones((7, size, columns))
+    np.testing.assert_array_equal(f(operand, output, index), jnp.ones((size, 7, columns)))
+
+
 def test_nested_vmap_and_its_gradient(mapped):
     plans = [[out_of_range(3, 2, seed=3 * i + j) for j in range(3)] for i in range(2)]
     p = dataclasses.replace(plans[0][0], num_places=10)

@@ -183,19 +183,22 @@ def _batch(axis_data: Any, operands: Any, dims: Any, **params: Any) -> Any:
         return rule(*operands), 0
     if all(d is None for d in dims):
         return ragged_all_to_all_p.bind(*operands, **params), None
+    if size == 0:
+        return batching.bdim_at_front(operands[1], dims[1], 0), 0
 
     def rows(x: Any, d: int | None) -> Any:
         x = batching.bdim_at_front(x, d, size)
-        return x.reshape(-1, *x.shape[2:])
+        return x.reshape(size * x.shape[1], *x.shape[2:])
 
     def slices(x: Any, d: int | None) -> Any:
-        x = batching.bdim_at_front(x, d, size).reshape(size, -1, batch)
+        x = batching.bdim_at_front(x, d, size)
+        x = x.reshape(size, x.shape[1] // batch, batch)
         return jnp.moveaxis(x, 0, 1).ravel()
 
     merged = [rows(x, d) for x, d in zip(operands[:2], dims[:2], strict=True)]
     merged += [slices(x, d) for x, d in zip(operands[2:], dims[2:], strict=True)]
     result = _bind(*merged, **{**params, "batch": size * batch})
-    return result.reshape(size, -1, *result.shape[1:]), 0
+    return result.reshape(size, result.shape[0] // size, *result.shape[1:]), 0
 
 
 def checks_on() -> bool:

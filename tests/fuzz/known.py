@@ -6,7 +6,7 @@ from jax import lax
 
 from .build import Side
 from .cases import REDUCTIONS, Case, Program
-from .transforms import DIFFERENTIATES
+from .transforms import DIFFERENTIATES, UNROLLED
 
 
 def reason(program: Program, case: Case, theirs: Side, ours: Side, i: int) -> str | None:
@@ -31,8 +31,12 @@ def reason(program: Program, case: Case, theirs: Side, ours: Side, i: int) -> st
         return "over an axis of size 1 nothing is added"
     if isinstance(lax_error, NotImplementedError) and pk_error is None:
         return "pk_jax does what lax does not"
+    if misplaces(case) and lax_error is None and pk_error is None:
+        return "lax puts the mapped dimension two places too far"
     if isinstance(lax_error, NotImplementedError) and "axis size doesn't match" in str(pk_error):
         return "neither goes over a vmapped axis and others at once; a part's own error comes first"
+    if isinstance(lax_error, NotImplementedError) and "args which are reduced" in str(pk_error):
+        return "lax does not map such a gather; its result then cannot leave shard_map"
     if case.op == "ppermute" and "v" in case.axis_name and len(case.axis_name) > 1:
         return "lax drops one of the axes from the permutation"
     if case.op == "all_to_all" and pk_error is None and "cotangent" in str(lax_error):
@@ -43,6 +47,21 @@ def reason(program: Program, case: Case, theirs: Side, ours: Side, i: int) -> st
         if lax_error is not None and case.transform in DIFFERENTIATES:
             return "lax's transpose forgets the groups, and that the zeros it makes vary"
     return None
+
+
+def misplaces(case: Case) -> bool:
+    """Whether lax may map a case wrongly, so that only a call for each element shows what is right.
+
+    Where the mapped dimension comes after the scattered one, which an untiled psum_scatter removes,
+    lax's batching rule adds one to it instead of taking one away.
+    """
+    scatters = case.op == "psum_scatter" and not case.kwargs.get("tiled")
+    return scatters and can_unroll(case)
+
+
+def can_unroll(case: Case) -> bool:
+    """Whether calls for each element can take the place of the case's map."""
+    return case.transform in UNROLLED and "v" not in (case.axis_name or ())
 
 
 def other_values(case: Case) -> str | None:
