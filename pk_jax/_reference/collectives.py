@@ -16,9 +16,31 @@ Groups = Sequence[Sequence[int]] | None
 
 # These are lax's own, whole.
 psum = parallel.psum
-pmax = parallel.pmax
-pmin = parallel.pmin
 pmean = parallel.pmean
+
+
+def _extremum(
+    op: str, combine: Callable[[Any, Any], Any], x: Any, axes: Any, groups: Groups
+) -> Any:
+    if not jnp.issubdtype(jnp.result_type(x), jnp.complexfloating) or any(
+        isinstance(axis, int) for axis in axes
+    ):
+        return getattr(parallel, op)(x, axes, axis_index_groups=groups)
+    # Complex numbers are compared by their parts, a reduction that XLA has no collective of: its
+    # compiler for GPUs ends the process over one.
+    to = "invarying" if _compat.check_vma() else "varying"
+    parts = parallel.all_gather(x, axes, axis_index_groups=groups, to=to)
+    return functools.reduce(combine, parts)
+
+
+def pmax(x: Any, axes: Any, *, axis_index_groups: Groups = None) -> Any:
+    """The lax.pmax of one array."""
+    return _extremum("pmax", lax.max, x, axes, axis_index_groups)
+
+
+def pmin(x: Any, axes: Any, *, axis_index_groups: Groups = None) -> Any:
+    """The lax.pmin of one array."""
+    return _extremum("pmin", lax.min, x, axes, axis_index_groups)
 
 
 def all_gather(
