@@ -18,12 +18,14 @@
 
 #include "ffi/call_site.h"
 #include "ffi/collectives.h"
+#include "ffi/matmul.h"
 #include "ffi/noop.h"
 #include "ffi/virtual_ranks_python.h"
 #include "mechanism/copy_engine.h"
 #include "runtime/error_log.h"
 #include "runtime/process.h"
 #include "runtime/topology.h"
+#include "schedule/matmul_walk.h"
 #include "tile/comm_view.h"
 #include "tile/row_tiles.h"
 #include "xla/ffi/api/c_api.h"
@@ -57,6 +59,10 @@ nb::dict handlers() {
   collective("pk_jax_psum_scatter", pk::pk_psum_scatter_instantiate, pk::pk_psum_scatter_execute);
   collective("pk_jax_ragged_all_to_all", pk::pk_ragged_all_to_all_instantiate,
              pk::pk_ragged_all_to_all_execute);
+  nb::dict matmul;
+  matmul["initialize"] = handler(pk::pk_matmul_initialize);
+  matmul["execute"] = handler(pk::pk_matmul_execute);
+  all["pk_jax_matmul"] = matmul;
   nb::dict noop;
   noop["execute"] = handler(pk::pk_noop_execute);
   all["pk_jax_noop"] = noop;
@@ -187,6 +193,18 @@ std::vector<std::array<int64_t, 4>> tiles_of(const pk::RowTiles& walk) {
   return out;
 }
 
+// (m, n, first step, last step + 1) of each part of each worker, in its order.
+std::vector<std::vector<std::array<int, 4>>> parts_of(const pk::MatmulWalk& walk) {
+  std::vector<std::vector<std::array<int, 4>>> out(walk.num_workers);
+  for (int worker = 0; worker < walk.num_workers; ++worker) {
+    for (int i = 0; i < walk.num_parts(worker); ++i) {
+      const pk::MatmulWalk::Part part = walk.part(worker, i);
+      out[worker].push_back({part.m, part.n, part.begin, part.end});
+    }
+  }
+  return out;
+}
+
 }  // namespace
 
 NB_MODULE(_ffi, m) {
@@ -218,4 +236,16 @@ NB_MODULE(_ffi, m) {
       "chunk_walk",
       [](int64_t rows, int64_t inner) { return tiles_of(pk::chunk_walk(rows, inner)); },
       nb::arg("rows"), nb::arg("inner"), "The same for the copy engine's chunks.");
+  m.def(
+      "matmul_walk",
+      [](int num_m, int num_n, int num_steps, int num_workers, int split_tiles, int split,
+         int band_rows, int first_m) {
+        return parts_of(
+            {num_m, num_n, num_steps, num_workers, split_tiles, split, band_rows, first_m});
+      },
+      nb::arg("num_m"), nb::arg("num_n"), nb::arg("num_steps"), nb::arg("num_workers"),
+      nb::arg("split_tiles") = 0, nb::arg("split") = 1, nb::arg("band_rows") = 16,
+      nb::arg("first_m") = 0,
+      "The walk of a matrix product: (m, n, first step, end) of each worker's parts, in its "
+      "order.");
 }

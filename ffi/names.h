@@ -4,6 +4,7 @@
 #include <string>
 #include <string_view>
 
+#include "kernels/matmul.h"
 #include "kernels/reduce.h"
 #include "mechanism/mechanism.h"
 #include "runtime/check.h"
@@ -36,6 +37,15 @@ inline Algorithm algorithm_from(std::string_view algorithm) {
   if (algorithm == "two_shot") return Algorithm::kTwoShot;
   throw Error("algorithm must be \"one_shot\" or \"two_shot\", not \"" + std::string(algorithm) +
               "\"");
+}
+
+inline MatmulTile matmul_tile_from(std::string_view name) {
+  if (name == "128x256") return MatmulTile::k128x256;
+  if (name == "2x128x256") return MatmulTile::k2x128x256;
+  if (name == "128x128") return MatmulTile::k128x128;
+  if (name == "64x256") return MatmulTile::k64x256;
+  throw Error("tile must be \"128x256\", \"2x128x256\", \"128x128\" or \"64x256\", not \"" +
+              std::string(name) + "\"");
 }
 
 }  // namespace pk

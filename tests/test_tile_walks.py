@@ -1,5 +1,7 @@
 """The kernels' tile walks cover every byte exactly once, in pieces of the promised size."""
 
+import random
+
 import pytest
 
 SHAPES = [
@@ -44,3 +46,73 @@ def test_chunks(ffi, rows, inner):
     largest = max(num_rows * num_cols for _, _, num_rows, num_cols in chunks)
     # No chunk has more tiles than the first: the drain sizes its walk by it.
     assert largest == chunks[0][2] * chunks[0][3]
+
+
+def _matmul_walks():
+    """Sizes of products, workers, split tiles and their parts, drawn once."""
+    rng = random.Random(0)
+    for _ in range(400):
+        num_m, num_n = rng.randint(1, 40), rng.randint(1, 20)
+        steps = rng.choice((1, 2, 3, 16, 64, 97))
+        workers = rng.choice((1, 2, 3, 7, 16, 131, 132, 144))
+        rest = num_m * num_n % workers
+        most = min(workers // rest, steps) if rest else 1
+        split = rng.randint(1, most)
+        rest = rest if split > 1 else 0
+        yield (
+            num_m,
+            num_n,
+            steps,
+            workers,
+            rest,
+            split,
+            rng.choice((8, 16, 32)),
+            rng.randrange(num_m),
+        )
+
+
+def test_matmul_walk_does_every_step_once(ffi):
+    for sizes in _matmul_walks():
+        num_m, num_n, steps, *_ = sizes
+        done = [
+            (m, n, step)
+            for worker in ffi.matmul_walk(*sizes)
+            for m, n, begin, end in worker
+            for step in range(begin, end)
+        ]
+        assert len(done) == num_m * num_n * steps, sizes
+        assert set(done) == {
+            (m, n, k) for m in range(num_m) for n in range(num_n) for k in range(steps)
+        }, sizes
+
+
+def test_matmul_walk_waits_last_and_for_lower_workers(ffi):
+    splits = 0
+    for sizes in _matmul_walks():
+        steps, split_tiles, split = sizes[2], sizes[4], sizes[5]
+        workers = ffi.matmul_walk(*sizes)
+        left = {}  # who leaves parts of tiles that others finish
+        for worker, parts in enumerate(workers):
+            for i, (m, n, begin, end) in enumerate(parts):
+                if end < steps:
+                    left.setdefault((m, n), []).append(worker)
+                if (begin, end) != (0, steps):
+                    assert i == len(parts) - 1, sizes
+                    splits += 1
+        for worker, parts in enumerate(workers):
+            for m, n, begin, end in parts:
+                if begin > 0 and end == steps:
+                    # Where the kernel looks for them.
+                    found = [worker - p * split_tiles for p in range(1, split)]
+                    assert left.pop((m, n)) == sorted(found), sizes
+        assert not left, sizes  # somebody collects what is left
+    assert splits > 100
+
+
+def test_matmul_walk_begins_with_the_row_asked_for(ffi):
+    workers = ffi.matmul_walk(8, 3, 4, 2, first_m=5)
+    assert [tuple(parts[0][:2]) for parts in workers] == [(5, 0), (6, 0)]
+    # Down a band of 16 rows, then the next column, then the next band.
+    (tiles,) = ffi.matmul_walk(18, 2, 1, 1)
+    assert [tuple(t[:2]) for t in tiles[15:18]] == [(15, 0), (0, 1), (1, 1)]
+    assert [tuple(t[:2]) for t in tiles[-4:]] == [(16, 0), (17, 0), (16, 1), (17, 1)]

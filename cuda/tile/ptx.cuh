@@ -1,4 +1,5 @@
-// One function per instruction, and the only file with inline assembly.
+// One function per instruction. This file and ptx_tensor.cuh, with the instructions of tensor
+// kernels, are the only ones with inline assembly.
 //
 // Names follow the PTX mnemonic. Scopes and semantics are part of the name, so that a reader of a
 // kernel sees the memory order at the call site. `sys` reaches the GPUs at the other end of NVLink,

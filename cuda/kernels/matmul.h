@@ -1,0 +1,44 @@
+// matmul: C[m, n] = A[m, k] B[k, n] of bfloat16 or float16, accumulated in fp32.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace pk {
+
+struct MatmulOperands {
+  const void* a;  // [m, k], or [k, m] with transpose_a
+  const void* b;  // [k, n], or [n, k] with transpose_b
+  void* c;        // [m, n]
+  int64_t m, n, k;
+  int64_t pitch_a, pitch_b, pitch_c;  // elements from row to row, multiples of 8
+  bool transpose_a, transpose_b;
+  bool bfloat16;  // or float16
+  bool float32_result;
+};
+
+// Rows and columns of a block's tile; "2x": of two blocks above each other that share what they
+// load of B.
+enum class MatmulTile { k128x256, k2x128x256, k128x128, k64x256 };
+
+struct MatmulPlan {
+  MatmulTile tile;
+  int num_blocks;   // thread blocks, whole clusters
+  int split_tiles;  // see schedule/matmul_walk.h; tiles of a cluster, if there are clusters
+  int split;        // parts of each, 1 or more
+};
+
+// Scratch memory of a plan: a flag, then an fp32 tile, for each block that leaves a part of one. 0
+// if no tile is split.
+int64_t matmul_scratch_bytes(const MatmulPlan& plan);
+
+// `scratch` may be null if there is none. cudaErrorInvalidValue for what a plan or a tensor map
+// cannot be.
+cudaError_t launch_matmul(const MatmulOperands& operands, const MatmulPlan& plan, void* scratch,
+                          cudaStream_t stream);
+
+// Loads all kernels on the current device and gives them their shared memory.
+cudaError_t load_matmul();
+
+}  // namespace pk

@@ -1,0 +1,9 @@
+#include "kernels/matmul_instances.cuh"
+
+namespace pk::matmul {
+
+Instance float16_instance(MatmulTile tile, bool m_contiguous, bool n_contiguous) {
+  return of_tile<ptx::Half::kFloat16>(tile, m_contiguous, n_contiguous);
+}
+
+}  // namespace pk::matmul

@@ -1,0 +1,49 @@
+// Who does what inside a thread block: warpgroups that compute, and one whose warps move data.
+//
+//   warpgroups 0 .. kConsumers - 1   op.consume(warpgroup)   tensor cores, and the epilogue
+//   last warpgroup, warp 0           op.load()               global or peer memory -> shared
+//                   warp 1           op.communicate()        what goes between GPUs, if anything
+//                   warp 2           op.store()              shared -> global or peer, if not the
+//                                                            consumers do that
+//
+// Registers go from the movers, who need few, to the consumers, whose accumulators fill them.
+#pragma once
+
+#include <cstdint>
+
+#include "tile/ptx_tensor.cuh"
+
+namespace pk {
+
+template <int kNumConsumers>
+struct Roles {
+  static constexpr int kConsumers = kNumConsumers;
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kRegisterFile = 65536;
+  static constexpr int kAtLaunch = kRegisterFile / kThreads / 8 * 8;  // a thread, by the compiler
+  static constexpr int kMover = 40;
+  static constexpr int kConsumer = kConsumers == 2 ? 232 : 160;
+  // More than what was launched with would wait for ever for registers that do not exist.
+  static_assert(kMover + kConsumers * kConsumer <= (kConsumers + 1) * kAtLaunch);
+
+  template <typename Op>
+  static __device__ __forceinline__ void run(Op& op) {
+    const int warpgroup = threadIdx.x / 128;
+    if (warpgroup < kConsumers) {
+      ptx::setmaxnreg_inc<kConsumer>();
+      op.consume(warpgroup);
+      return;
+    }
+    ptx::setmaxnreg_dec<kMover>();
+    const int warp = threadIdx.x / 32 % 4;
+    if (warp == 0) op.load();
+    if constexpr (requires { op.communicate(); }) {
+      if (warp == 1) op.communicate();
+    }
+    if constexpr (requires { op.store(); }) {
+      if (warp == 2) op.store();
+    }
+  }
+};
+
+}  // namespace pk

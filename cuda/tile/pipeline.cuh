@@ -1,0 +1,75 @@
+// A ring of stages between one producing thread and the warpgroups that consume.
+//
+//   full[s]   the bytes of stage s are there: completed by bulk copies, waited for by consumers
+//   empty[s]  all consumers are done with stage s: arrived at by each, waited for by the producer
+//
+// Both sides walk the stages in order with a cursor of their own, across tiles, so neither side
+// ever resets anything.
+#pragma once
+
+#include <cstdint>
+
+#include "tile/ptx_tensor.cuh"
+
+namespace pk {
+
+template <int kStages>
+struct Cursor {
+  uint32_t stage = 0;
+  uint32_t round = 0;  // its lowest bit is the parity to wait for
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      ++round;
+    }
+  }
+};
+
+// In a cluster of kBlocks blocks that fill each other's stages, a stage is empty when the consumers
+// of all blocks are done with it.
+template <int kStages, int kBlocks = 1>
+struct Pipeline {
+  uint64_t full[kStages];
+  uint64_t empty[kStages];
+
+  // One thread, before the block, or the cluster, meets.
+  __device__ void init(uint32_t num_consumers) {
+    for (int s = 0; s < kStages; ++s) {
+      ptx::mbarrier_init(&full[s], 1);
+      ptx::mbarrier_init(&empty[s], num_consumers * kBlocks);
+    }
+    ptx::fence_mbarrier_init();
+  }
+
+  // Producer: the stage may be filled, with `bytes` in all. Release: pairs with wait_full().
+  __device__ __forceinline__ uint64_t* acquire(const Cursor<kStages>& at, uint32_t bytes) {
+    // In the first round nobody has used the stages: a wait for the phase before the first returns.
+    wait(&empty[at.stage], (at.round & 1) ^ 1);
+    ptx::mbarrier_arrive_expect_tx(&full[at.stage], bytes);
+    return &full[at.stage];
+  }
+
+  __device__ __forceinline__ void wait_full(const Cursor<kStages>& at) {
+    wait(&full[at.stage], at.round & 1);
+  }
+
+  // Consumer, all threads or at least the first kBlocks, when its reads of the stage are complete
+  // (wgmma_wait_group), which is all that acquire() of any block waits for.
+  __device__ __forceinline__ void release(uint32_t stage, uint32_t thread) {
+    if (thread >= kBlocks) return;
+    if constexpr (kBlocks == 1) {
+      ptx::mbarrier_arrive(&empty[stage]);
+    } else {
+      ptx::mbarrier_arrive_in_cluster(&empty[stage], thread);
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ void wait(uint64_t* barrier, uint32_t parity) {
+    while (!ptx::mbarrier_try_wait_parity(barrier, parity)) {
+    }
+  }
+};
+
+}  // namespace pk

@@ -1,0 +1,203 @@
+// The instructions of tensor kernels, one function each: tensor maps, wgmma, stmatrix, the budget
+// of registers. With ptx.cuh the only files with inline assembly.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "tile/ptx.cuh"
+
+namespace pk::ptx {
+
+// ---- 2-D bulk copies through a tensor map. Boxes may reach over the edge: what is outside reads
+// as zero, counts in the barrier's bytes, and is not stored.
+
+__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// global -> shared: the box whose first element is (inner, outer).
+__device__ __forceinline__ void cp_async_bulk_tensor_load(void* shared, const CUtensorMap* map,
+                                                          int32_t inner, int32_t outer,
+                                                          uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4}], [%2];" ::"r"(shared_address(shared)),
+      "l"(map), "r"(shared_address(barrier)), "r"(inner), "r"(outer)
+      : "memory");
+}
+
+// The same box into the shared memory of every block of the cluster whose bit `blocks` has, at this
+// block's offsets of `shared` and of `barrier`. (SMs of one GPU; nothing to do with NVLink.)
+__device__ __forceinline__ void cp_async_bulk_tensor_load_to_cluster(void* shared,
+                                                                     const CUtensorMap* map,
+                                                                     int32_t inner, int32_t outer,
+                                                                     uint64_t* barrier,
+                                                                     uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(shared)),
+      "l"(map), "r"(shared_address(barrier)), "r"(inner), "r"(outer), "h"(blocks)
+      : "memory");
+}
+
+// shared -> global. Joins the calling thread's current bulk group.
+__device__ __forceinline__ void cp_async_bulk_tensor_store(const CUtensorMap* map, int32_t inner,
+                                                           int32_t outer, const void* shared) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+      "r"(shared_address(shared)), "r"(inner), "r"(outer)
+      : "memory");
+}
+
+// This block's generic-proxy writes to shared memory, before what bulk copies read there.
+__device__ __forceinline__ void fence_proxy_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// ---- threads of a block
+
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
+// At the barrier of the same offset in a block of the cluster. Release at the scope of the block
+// alone, so it orders no stores for the other block: at the cluster's it costs a MEMBAR.GPU.
+__device__ __forceinline__ void mbarrier_arrive_in_cluster(uint64_t* barrier, uint32_t block) {
+  asm volatile(
+      "{\n"
+      "  .reg .b32 remote;\n"
+      "  mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "  mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(block)
+      : "memory");
+}
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// All threads of the cluster that have not exited.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// Barrier 0 is __syncthreads().
+__device__ __forceinline__ void named_barrier_sync(uint32_t barrier, uint32_t num_threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(num_threads) : "memory");
+}
+
+// Registers a thread, for all warps of a warpgroup. ptxas ignores these in a kernel without
+// __launch_bounds__; a budget that does not fit the SM waits for ever.
+template <uint32_t kRegisters>
+__device__ __forceinline__ void setmaxnreg_dec() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <uint32_t kRegisters>
+__device__ __forceinline__ void setmaxnreg_inc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Four 8x8 matrices of 16-bit elements. Lane i gives the address of row i % 8 of matrix i / 8.
+__device__ __forceinline__ void stmatrix_x4(void* row, const uint32_t (&matrices)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
+      "r"(matrices[0]), "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
+      : "memory");
+}
+
+// ---- flags and partial sums between the blocks of one GPU
+
+__device__ __forceinline__ uint32_t ld_acquire_gpu(const uint32_t* address) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void red_add_release_gpu(uint32_t* address, uint32_t value) {
+  asm volatile("red.add.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// ---- wgmma: one warpgroup, D[64, n] += A[64, 16] B[16, n], operands in shared memory
+
+// Registers of D written by generic code, before wgmma reads them.
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wgmma_commit_group() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// All but the newest kPending groups have read their operands and written D.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait_group() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// No instruction: to the compiler D is written here, so that nothing which reads it moves above the
+// wait for it.
+template <int kCount>
+__device__ __forceinline__ void written(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// clang-format off
+#define PK_D0 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+              "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+              "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+              "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define PK_D64 "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+               "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
+               "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+               "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define PK_R4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define PK_R16(d, i) PK_R4(d, i), PK_R4(d, i + 4), PK_R4(d, i + 8), PK_R4(d, i + 12)
+#define PK_R64(d, i) PK_R16(d, i), PK_R16(d, i + 16), PK_R16(d, i + 32), PK_R16(d, i + 48)
+// `keep` 0 starts from zero: D = A B. Descriptors: shared_tile.cuh. The trailing immediates say
+// which operands lie with m or n contiguous.
+#define PK_WGMMA(N, TYPE, LIST, A, B, KEEP, TA, TB, ...)                                      \
+  asm volatile("{\n"                                                                          \
+               "  .reg .pred p;\n"                                                            \
+               "  setp.ne.b32 p, %" #KEEP ", 0;\n"                                            \
+               "  wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE              \
+               " {" LIST "}, %" #A ", %" #B ", p, 1, 1, %" #TA ", %" #TB ";\n"                \
+               "}"                                                                            \
+               : __VA_ARGS__                                                                  \
+               : "l"(a), "l"(b), "r"(keep), "n"(kTransposedA), "n"(kTransposedB))
+// clang-format on
+
+enum class Half : int { kBfloat16, kFloat16 };  // the operands' type
+
+template <Half kType, int kTransposedA, int kTransposedB>
+__device__ __forceinline__ void wgmma(float (&d)[64], uint64_t a, uint64_t b, int keep) {
+  if constexpr (kType == Half::kBfloat16) {
+    PK_WGMMA(128, "bf16", PK_D0, 64, 65, 66, 67, 68, PK_R64(d, 0));
+  } else {
+    PK_WGMMA(128, "f16", PK_D0, 64, 65, 66, 67, 68, PK_R64(d, 0));
+  }
+}
+
+template <Half kType, int kTransposedA, int kTransposedB>
+__device__ __forceinline__ void wgmma(float (&d)[128], uint64_t a, uint64_t b, int keep) {
+  if constexpr (kType == Half::kBfloat16) {
+    PK_WGMMA(256, "bf16", PK_D0 ", " PK_D64, 128, 129, 130, 131, 132, PK_R64(d, 0), PK_R64(d, 64));
+  } else {
+    PK_WGMMA(256, "f16", PK_D0 ", " PK_D64, 128, 129, 130, 131, 132, PK_R64(d, 0), PK_R64(d, 64));
+  }
+}
+
+#undef PK_WGMMA
+#undef PK_R64
+#undef PK_R16
+#undef PK_R4
+#undef PK_D64
+#undef PK_D0
+
+}  // namespace pk::ptx
