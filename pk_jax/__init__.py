@@ -3,6 +3,7 @@
 from pk_jax._doctor import doctor as doctor
 from pk_jax._redirect import jax_collectives as jax_collectives
 from pk_jax._registry import last_error as last_error
+from pk_jax.collective_matmul import matmul as matmul
 from pk_jax.collectives import all_gather as all_gather
 from pk_jax.collectives import all_to_all as all_to_all
 from pk_jax.collectives import pmax as pmax

@@ -11,6 +11,7 @@ import jax
 import jaxlib.version
 from jax._src import config as _jax_config
 from jax._src import core as _core
+from jax._src import dispatch as _dispatch
 from jax._src import distributed as _distributed
 from jax._src import dtypes as _dtypes
 from jax._src.interpreters import pxla as _pxla
@@ -125,6 +126,31 @@ def mesh_devices(ctx: Any) -> list[Device] | None:
         return None
     mesh = axis_context.mesh
     return list(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else None
+
+
+def run_eagerly(primitive: Any, *operands: Any, **params: Any) -> Any:
+    """What a primitive does outside of jit, as JAX does it: a compiled call, cached."""
+    return _dispatch.apply_primitive(primitive, *operands, **params)
+
+
+def is_partitioned(ctx: Any) -> bool:
+    """Whether XLA cuts the program being lowered into parts for several devices by itself."""
+    axis_context = ctx.module_context.axis_context
+    return not isinstance(axis_context, _SPMDAxisContext) and axis_context.num_devices > 1
+
+
+def program_devices(ctx: Any) -> list[Device] | None:
+    """Devices of which each runs the program being lowered on operands of its own.
+
+    Those of a mesh. A program of one device does not say which: it is one of this process's GPUs.
+    None where there are none, as where one lowers for another machine.
+    """
+    if isinstance(ctx.module_context.axis_context, _SPMDAxisContext):
+        return mesh_devices(ctx)
+    try:
+        return list(jax.local_devices(backend="cuda"))
+    except RuntimeError:
+        return None
 
 
 def auto_axes(ctx: Any) -> tuple[Hashable, ...]:

@@ -122,6 +122,10 @@ def why_not_dtype(dtype: Any, op: str | None = None) -> str | None:
         return f"dtype {dtype} is an extended dtype, and only plain elements are moved"
     if _compat.bits_per_element(dtype) < 8:
         return f"dtype {dtype} is smaller than a byte, and only whole bytes are moved"
+    if op == "matmul":
+        if dtype.name in _HALVES:
+            return None
+        return f"dtype {dtype} has no CUDA matmul; the kernels multiply {_HALVES}"
     if op not in _REDUCTIONS or jnp.issubdtype(dtype, jnp.integer) or dtype.name in _FLOATS:
         return None
     if op in _SUMS:
@@ -150,6 +154,7 @@ def why_not_cuda(groups: Iterable[Sequence[int]], capabilities: Sequence[Capabil
         groups: global device ids of the ranks of each group.
         capabilities: one record for each process that owns one of the devices.
     """
+    groups = list(groups)
     several = len(capabilities) > 1
     for process in capabilities:
         if process.problem is not None:
@@ -158,7 +163,7 @@ def why_not_cuda(groups: Iterable[Sequence[int]], capabilities: Sequence[Capabil
     if len(versions) > 1:
         return f"the processes run different versions of pk_jax and jaxlib: {sorted(versions)}"
     for process in capabilities:
-        if process.allocator == "cuda_async":
+        if process.allocator == "cuda_async" and any(len(group) > 1 for group in groups):
             return (
                 "XLA's heap is a cuda_async pool (XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async), which "
                 "no peer can map; unset XLA_PYTHON_CLIENT_ALLOCATOR"
@@ -253,6 +258,14 @@ def why_platform(op: str, *platforms: str) -> str:
     )
 
 
+def why_mixed(x: Any, w: Any, out: Any) -> str:
+    """What to say of a product whose dtypes the kernels do not combine."""
+    return (
+        f"{x} times {w} to {out} has no CUDA matmul; the kernels multiply two of {_HALVES} alike, "
+        "to the same or to float32"
+    )
+
+
 def why_auto_axes(axes: Sequence[Any]) -> str:
     """What to say of an op inside a shard_map that leaves mesh axes to XLA."""
     return (
@@ -274,6 +287,16 @@ def log_once(op: str, decision: Decision) -> None:
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _COMPLEX = ("complex64", "complex128")
+_HALVES = ("float16", "bfloat16")
+
+SLOWER = (
+    "the kernels are not as fast as XLA's product at every shape yet; implementation='cuda', or a "
+    "tile, runs them"
+)
+PARTITIONED = (
+    "XLA partitions this program over several devices, and a custom call would make it gather the "
+    "operands on each; call it inside jax.shard_map"
+)
 
 _CROSSES_HOSTS = "the axis crosses hosts"
 _COMPOSED = (

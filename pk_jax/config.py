@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pk_jax import _compat
-from pk_jax._tuning import cost_model
+from pk_jax._tuning import cost_model, matmul_model
 
 MECHANISMS = ("copy_engine", "tma", "register")
 SCHEDULES = ("sequential", "intra_sm", "inter_sm")
@@ -58,7 +58,8 @@ class Config:
             "inter_sm".
         num_comm_sms: how many SMs communicate, 1 to 512; with "copy_engine" those that empty the
             landing buffer, 32 at most.
-        tile: shape of the tile an SM works on, e.g. (128, 256, 64).
+        tile: rows and columns of the result that a thread block, or a cluster of them, makes at a
+            time, e.g. (128, 256).
         reduce_dtype: dtype in which partial sums cross the link.
         deterministic: same inputs, same bits, run after run.
         multicast: allow NVLink multicast addresses.
@@ -111,6 +112,7 @@ _KNOBS: dict[str, dict[str, Any]] = {
     for op in ("all_gather", "all_to_all", "ppermute")
 }
 _KNOBS |= {op: {"num_comm_sms": _SMS} for op in ("psum", "pmax", "pmin", "pmean", "psum_scatter")}
+_KNOBS["matmul"] = {"tile": matmul_model.SHAPES}
 _KNOBS["ragged_all_to_all"] = {"mechanism": ("register",), "num_comm_sms": _SMS}
 
 

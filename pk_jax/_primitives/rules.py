@@ -85,11 +85,16 @@ def lower(ctx: Any, *operands: Any, rules: Rules, **params: Any) -> Any:
                     return mlir.lower_fun(rule, multiple_results=False)(ctx, *operands, **params)
         else:
             decision = _selection.Decision("reference", _selection.why_platform(op, *platforms))
-        if params["implementation"] == "cuda":
-            named = "" if decision.reason.startswith(op) else f"{op}: "
-            raise NotImplementedError(named + decision.reason)
-        _selection.log_once(op, decision)
+        fall_back(op, params["implementation"], decision)
     return mlir.lower_fun(rules.reference, multiple_results=False)(ctx, *operands, **params)
+
+
+def fall_back(op: str, implementation: str | None, decision: _selection.Decision) -> None:
+    """Says once why an op takes the reference; raises it if the kernels were asked for."""
+    if implementation == "cuda":
+        named = "" if decision.reason.startswith(op) else f"{op}: "
+        raise NotImplementedError(named + decision.reason)
+    _selection.log_once(op, decision)
 
 
 def _axes_inside(ctx: Any, op: str, dtype: Any, axes: tuple[Any, ...]) -> tuple[Any, ...]:

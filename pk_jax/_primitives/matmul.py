@@ -1,0 +1,212 @@
+"""The primitive pk_matmul: the product of two matrices, either of which may lie transposed.
+
+It is bilinear, and its transposes are products again, with flags instead of transposed copies.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from pk_jax import _compat, _selection
+from pk_jax._primitives.rules import fall_back, of_transpose
+from pk_jax._reference import matmul as reference
+from pk_jax._tuning import hardware, matmul_model
+from pk_jax.config import Config, resolve
+
+OP = "matmul"
+
+# Rows of a matrix in memory begin at multiples of this many elements, 16 bytes.
+ALIGNMENT = 8
+
+matmul_p = Primitive("pk_matmul")
+
+
+def matmul(a: Any, b: Any, *, dtype: Any, implementation: str | None, config: Config) -> Any:
+    """Binds pk_matmul to [m, k] and [k, n]; the arguments are checked."""
+    return _bind(
+        a,
+        b,
+        transpose_a=False,
+        transpose_b=False,
+        dtype=np.dtype(dtype),
+        implementation=implementation,
+        config=config,
+    )
+
+
+def _bind(a: Any, b: Any, **params: Any) -> Any:
+    return matmul_p.bind(*_compat.vary_alike((), a, b), **params)
+
+
+def _abstract_eval(a: Any, b: Any, **params: Any) -> Any:
+    return lax.dot_general_p.abstract_eval(
+        a,
+        b,
+        dimension_numbers=(
+            ((0 if params["transpose_a"] else 1,), (1 if params["transpose_b"] else 0,)),
+            ((), ()),
+        ),
+        precision=None,
+        preferred_element_type=params["dtype"],
+        out_sharding=None,
+    )
+
+
+def _to_a(cotangent: Any, a: Any, b: Any, **params: Any) -> Any:
+    """The cotangent of a, as a lies."""
+    ta, tb = params["transpose_a"], params["transpose_b"]
+    if ta:
+        return _of_transpose(b, cotangent, tb, True, a.aval.dtype, params)
+    return _of_transpose(cotangent, b, False, not tb, a.aval.dtype, params)
+
+
+def _to_b(cotangent: Any, a: Any, b: Any, **params: Any) -> Any:
+    """The cotangent of b, as b lies."""
+    ta, tb = params["transpose_a"], params["transpose_b"]
+    if tb:
+        return _of_transpose(cotangent, a, True, ta, b.aval.dtype, params)
+    return _of_transpose(a, cotangent, not ta, False, b.aval.dtype, params)
+
+
+def _of_transpose(
+    a: Any, b: Any, transpose_a: bool, transpose_b: bool, dtype: Any, params: dict[str, Any]
+) -> Any:
+    # Asking for "cuda", or for a tile, speaks of the op itself alone.
+    return _bind(
+        a,
+        b,
+        transpose_a=transpose_a,
+        transpose_b=transpose_b,
+        dtype=np.dtype(dtype),
+        implementation=of_transpose(params),
+        config=resolve(OP, None),
+    )
+
+
+def _batch(operands: Any, dims: Any, **params: Any) -> Any:
+    """A map over one operand makes its matrix longer; a map over both is lax's batched product."""
+    (a, b), (da, db) = operands, dims
+    if da is None:
+        size = b.shape[db]
+        result = matmul_p.bind(a, _longer(b, db, before=params["transpose_b"]), **params)
+        return result.reshape(result.shape[0], size, result.shape[1] // size), 1
+    if db is None:
+        size = a.shape[da]
+        result = matmul_p.bind(_longer(a, da, before=not params["transpose_a"]), b, **params)
+        return result.reshape(size, result.shape[0] // size, result.shape[1]), 0
+    if params["implementation"] == "cuda":
+        raise NotImplementedError(
+            f"{OP}: there are no kernels for a map over both operands; map one, or use "
+            "implementation=None"
+        )
+    names = ("transpose_a", "transpose_b", "dtype")
+    rule = functools.partial(reference.matmul, **{name: params[name] for name in names})
+    return jax.vmap(rule, (da, db))(a, b), 0
+
+
+def _longer(x: Any, d: int, *, before: bool) -> Any:
+    """A mapped matrix as one matrix, its rows (or columns, unless `before`) times the map's."""
+    x = jnp.moveaxis(x, d, 0 if before else 1)
+    if before:
+        return x.reshape(x.shape[0] * x.shape[1], x.shape[2])
+    return x.reshape(x.shape[0], x.shape[1] * x.shape[2])
+
+
+def _reference(a: Any, b: Any, *, implementation: Any, config: Any, **params: Any) -> Any:
+    return reference.matmul(a, b, **params)
+
+
+def _lower(ctx: Any, a: Any, b: Any, **params: Any) -> Any:
+    (out,) = ctx.avals_out
+    rule = _reference
+    if params["implementation"] != "reference" and 0 not in (*out.shape, *ctx.avals_in[0].shape):
+        decision = _decide(ctx, params)
+        if decision.path == "cuda":
+            rule = functools.partial(_cuda, num_sms=_num_sms(ctx))
+        else:
+            fall_back(OP, params["implementation"], decision)
+    return mlir.lower_fun(rule, multiple_results=False)(ctx, a, b, **params)
+
+
+def _decide(ctx: Any, params: dict[str, Any]) -> _selection.Decision:
+    platforms = ctx.module_context.platforms
+    if tuple(platforms) != ("cuda",):
+        return _selection.Decision("reference", _selection.why_platform(OP, *platforms))
+    x, w = ctx.avals_in
+    if x.dtype != w.dtype or params["dtype"] not in (x.dtype, np.dtype("float32")):
+        return _selection.Decision(
+            "reference", _selection.why_mixed(x.dtype, w.dtype, params["dtype"])
+        )
+    if params["implementation"] is None and params["config"].tile is None:
+        return _selection.Decision("reference", _selection.SLOWER)
+    if _compat.is_partitioned(ctx):
+        return _selection.Decision("reference", _selection.PARTITIONED)
+    devices = _compat.program_devices(ctx)
+    alone = [[i] for i in range(len(devices or ()))]
+    return _selection.decide(OP, x.dtype, alone, devices, _compat.auto_axes(ctx))
+
+
+def _num_sms(ctx: Any) -> int:
+    devices = _compat.program_devices(ctx)
+    return hardware.lookup(devices[0].device_kind if devices else None).num_sms
+
+
+def _cuda(a: Any, b: Any, *, num_sms: int, **params: Any) -> Any:
+    m, n, k = _sizes(a, b, params["transpose_a"], params["transpose_b"])
+    plan = matmul_model.choose(m, n, k, num_sms, params["config"].tile)
+    names = ("transpose_a", "transpose_b", "dtype")
+    return call(a, b, plan=plan, **{name: params[name] for name in names})
+
+
+def _sizes(a: Any, b: Any, transpose_a: bool, transpose_b: bool) -> tuple[int, int, int]:
+    m, k = a.shape[::-1] if transpose_a else a.shape
+    return m, b.shape[0] if transpose_b else b.shape[1], k
+
+
+def call(
+    a: Any,
+    b: Any,
+    *,
+    transpose_a: bool,
+    transpose_b: bool,
+    dtype: Any,
+    plan: matmul_model.Plan,
+) -> Any:
+    """The custom call, on operands with rows of whole 16 bytes."""
+    m, n, k = _sizes(a, b, transpose_a, transpose_b)
+    results = [jax.ShapeDtypeStruct((m, n + -n % ALIGNMENT), dtype)]
+    if plan.scratch_bytes:
+        # One more result, which is dropped: so XLA plans that memory with the rest.
+        results.append(jax.ShapeDtypeStruct((plan.scratch_bytes,), np.dtype(np.uint8)))
+    out, *_ = jax.ffi.ffi_call("pk_jax_matmul", results)(
+        _padded(a),
+        _padded(b),
+        m=np.int64(m),
+        n=np.int64(n),
+        k=np.int64(k),
+        transpose_a=np.bool_(transpose_a),
+        transpose_b=np.bool_(transpose_b),
+        tile=plan.tile,
+        num_blocks=np.int64(plan.num_blocks),
+        split_tiles=np.int64(plan.split_tiles),
+        split=np.int64(plan.split),
+    )
+    return out if n % ALIGNMENT == 0 else out[:, :n]
+
+
+def _padded(x: Any) -> Any:
+    missing = -x.shape[1] % ALIGNMENT
+    return jnp.pad(x, ((0, 0), (0, missing))) if missing else x
+
+
+matmul_p.def_impl(functools.partial(_compat.run_eagerly, matmul_p))
+matmul_p.def_effectful_abstract_eval(_abstract_eval)
+ad.defbilinear(matmul_p, _to_a, _to_b)
+batching.primitive_batchers[matmul_p] = _batch
+mlir.register_lowering(matmul_p, _lower)

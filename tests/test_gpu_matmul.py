@@ -1,0 +1,172 @@
+"""pk.matmul on a GPU: every plan, layout and dtype against the product in fp32.
+
+Many products make one program, since compiling takes longer than running. Before each program the
+memory that its results will lie in is filled with NaN, by arrays of that size that are then freed.
+"""
+
+import itertools
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pk_jax as pk
+from pk_jax._primitives.matmul import call, matmul_p
+from pk_jax._tuning import matmul_model
+from pk_jax.config import Config
+
+pytestmark = pytest.mark.needs_gpus(1)
+
+SIZES = (1, 7, 63, 65, 127, 129, 1000, 8191)
+LAYOUTS = tuple(itertools.product((False, True), (False, True)))
+DTYPES = ("bfloat16", "float16")
+# Rounding of the result; of the sum's order alone.
+ROUNDED, EXACT = 4e-3, 1e-5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _on_gpu():
+    with jax.default_device(jax.devices("cuda")[0]):
+        yield
+
+
+def operands(m, n, k, transpose_a, transpose_b, dtype, seed=0):
+    keys = jax.random.split(jax.random.key(seed))
+    a = jax.random.normal(keys[0], (k, m) if transpose_a else (m, k), jnp.float32)
+    b = jax.random.normal(keys[1], (n, k) if transpose_b else (k, n), jnp.float32)
+    return a.astype(dtype), b.astype(dtype)
+
+
+@jax.jit
+def _error(got, a, b):
+    """The relative norm of what `got` differs from a @ b in fp32; NaN if it holds one."""
+    want = jnp.matmul(a.astype(jnp.float32), b.astype(jnp.float32), precision="highest")
+    return jnp.linalg.norm(got.astype(jnp.float32) - want) / jnp.linalg.norm(want)
+
+
+def poison(results):
+    arrays = [jnp.full(x.shape, jnp.nan, x.dtype) for x in results]
+    jax.block_until_ready(arrays)
+    for array in arrays:
+        array.delete()
+
+
+def run(products):
+    """Runs (sizes, layout, function, limit) in one program, twice; the results must be equal.
+
+    Args:
+        products: of each (m, n, k), (transpose_a, transpose_b), dtype, function of (a, b), limit.
+    """
+    inputs = [
+        operands(*s, *layout, dtype, seed=i) for i, (s, layout, dtype, *_) in enumerate(products)
+    ]
+    program = jax.jit(lambda xs: [f(*x) for x, (*_, f, _) in zip(xs, products, strict=True)])
+    compiled = program.lower(inputs).compile()
+    poison(compiled.out_info)
+    first = jax.block_until_ready(compiled(inputs))
+    for (a, b), got, (sizes, (ta, tb), dtype, _, limit) in zip(
+        inputs, first, products, strict=True
+    ):
+        error = float(_error(got, a.T if ta else a, b.T if tb else b))
+        assert error <= limit, f"{sizes} {ta=} {tb=} {dtype}: {error=}"
+    again = compiled(inputs)
+    for one, other, product in zip(first, again, products, strict=True):
+        assert bool((one == other).all()), f"{product[:3]}: another result in the second run"
+
+
+def bound(layout, dtype="bfloat16", config=None):
+    """The primitive itself, which must run by the kernels."""
+
+    def f(a, b):
+        return matmul_p.bind(
+            *(a, b),
+            transpose_a=layout[0],
+            transpose_b=layout[1],
+            dtype=np.dtype(dtype),
+            implementation="cuda",
+            config=config or Config(),
+        )
+
+    return f
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=("nn", "nt", "tn", "tt"))
+@pytest.mark.parametrize("part", range(4))
+def test_random_sizes(part, layout, dtype):
+    """200 products of each layout and dtype, 50 a part, of odd and even sizes."""
+    rng = random.Random(f"{part} {layout}")
+    sizes = []
+    while len(sizes) < 50:
+        m, n, k = (rng.choice((*SIZES, rng.randint(1, 600))) for _ in range(3))
+        if m * n + m * k + n * k < 2 << 24:
+            sizes.append((m, n, k))
+    run([(s, layout, dtype, bound(layout, dtype), ROUNDED) for s in sizes])
+
+
+def plans(m, n, k, num_sms):
+    """All plans for some SMs, and the same tiles on a few, so that blocks walk many of them."""
+    for sms in (num_sms, 10):
+        yield from matmul_model.candidates(m, n, k, sms)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=("nn", "nt", "tn", "tt"))
+@pytest.mark.parametrize("tile", matmul_model.TILES, ids=lambda tile: tile.name)
+def test_every_plan(tile, layout):
+    """Whole and split tiles; in fp32 only the order of the sum is left as a difference."""
+    products = []
+    for sizes in ((300, 520, 777), (128, 256, 64), (1000, 1000, 1000), (70, 2000, 4096), (3, 5, 2)):
+        for plan in plans(*sizes, 132):
+            if plan.tile != tile.name:
+                continue
+            for dtype, limit in (("float16", ROUNDED), ("float32", EXACT)):
+
+                def f(a, b, plan=plan, dtype=dtype):
+                    params = {"transpose_a": layout[0], "transpose_b": layout[1]}
+                    return call(a, b, plan=plan, dtype=np.dtype(dtype), **params)
+
+                products.append((sizes, layout, "float16", f, limit))
+    run(products)
+
+
+def test_gradients():
+    x, w = operands(200, 136, 72, False, False, "bfloat16")
+
+    def loss(x, w):
+        return jnp.sum(pk.matmul(x, w, implementation="cuda").astype(jnp.float32) ** 2)
+
+    grad = jax.jit(jax.grad(loss, (0, 1)))
+    assert grad.lower(x, w).as_text().count("@pk_jax_matmul(") == 1
+    y = jnp.matmul(x.astype(jnp.float32), w.astype(jnp.float32)).astype(jnp.bfloat16)
+    dy = (2 * y.astype(jnp.float32)).astype(jnp.bfloat16)
+    for got, (a, b) in zip(grad(x, w), ((dy, w.T), (x.T, dy)), strict=True):
+        assert float(_error(got, a, b)) <= ROUNDED
+
+
+def test_inside_shard_map_and_scan():
+    """On all GPUs, each its own rows; and again and again in one program."""
+    devices = jax.devices("cuda")
+    mesh = jax.sharding.Mesh(np.array(devices), ("x",))
+    spec = jax.sharding.PartitionSpec("x")
+    x, w = operands(96 * len(devices), 64, 64, False, False, "bfloat16")
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=(spec, jax.sharding.PartitionSpec()), out_specs=spec)
+    def f(x, w):
+        step = lambda y, _: (pk.matmul(y, w, implementation="cuda") / 8, None)  # noqa: E731
+        return jax.lax.scan(step, x, length=5)[0]
+
+    want = x
+    for _ in range(5):
+        want = (jnp.matmul(want, w, preferred_element_type=jnp.float32)).astype(x.dtype) / 8
+    np.testing.assert_allclose(
+        np.asarray(f(x, w), np.float32), np.asarray(want, np.float32), rtol=0.05, atol=0.05
+    )
+
+
+def test_refusals_name_the_reason():
+    x = jnp.ones((8, 8))
+    with pytest.raises(NotImplementedError, match="float32 has no CUDA matmul"):
+        jax.block_until_ready(pk.matmul(x, x, implementation="cuda"))
