@@ -162,9 +162,18 @@ def reach(case: CollectiveCase, row: records.Record) -> str:
 def footer(rows: Sequence[records.Record]) -> str:
     """What the rows were measured on, and how."""
     newest = max(rows, key=lambda row: row.date or "")
+    ops: dict[str, list[str]] = {}
+    for row in rows:
+        if row.op not in ops.setdefault((row.commit or "unknown")[:7], []):
+            ops[(row.commit or "unknown")[:7]].append(row.op)
+    # One commit needs no list of what it is the commit of.
+    commits = "; ".join(
+        f"commit {commit}" + (f" ({', '.join(names)})" if len(ops) > 1 else "")
+        for commit, names in ops.items()
+    )
     return (
         f"{newest.ranks}x {newest.gpu}, driver {newest.driver}, CUDA {newest.cuda}, "
-        f"jax {newest.jax}, commit {newest.commit}, {(newest.date or '')[:10]}: "
+        f"jax {newest.jax}, {commits}, {(newest.date or '')[:10]}: "
         "`python benchmarks/run.py --op collectives`. Medians of calls chained inside one jit, "
         "checked bit by bit first, NCCL (`jax.lax`) in the same run. GB/s are bytes that a rank "
         "receives over the link, for `psum` the bus bandwidth, 2(n-1)/n of the operand."

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "ffi/attributes.h"
+#include "ffi/call_site.h"
 #include "ffi/handler.h"
 #include "ffi/names.h"
 #include "ffi/status.h"
@@ -19,16 +20,17 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int kMaxDevices = 64;
 constexpr int kMaxBlocksOfMatmul = 1024;
 
 // Loaded before any kernel of the run is started, see launch.h.
 ffi::Error initialize(int32_t device) {
-  static std::atomic<bool> loaded[kMaxDevices];
+  static std::atomic<bool> loaded[kMaxLocalDevices];
   return guarded("matmul", [&] {
-    if (device < 0 || device >= kMaxDevices)
-      throw Error("device " + std::to_string(device) + ", not in 0.." +
-                  std::to_string(kMaxDevices - 1));
+    int current = -1;
+    check(cudaGetDevice(&current), "cudaGetDevice");
+    if (device != current || device >= kMaxLocalDevices)
+      throw Error("device " + std::to_string(device) + " while " + std::to_string(current) +
+                  " is current; at most " + std::to_string(kMaxLocalDevices) + " are known");
     if (loaded[device].load(std::memory_order_acquire)) return;
     check(load_matmul(), "loading the matmul kernels");
     loaded[device].store(true, std::memory_order_release);

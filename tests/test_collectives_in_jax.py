@@ -214,7 +214,7 @@ def test_dtypes(op, dtype, mapped):
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("groups", [None, [[0, 2], [3, 1]]])
+@pytest.mark.parametrize("groups", [None, [[0, 2], [3, 1]], [[0], [3, 1, 2]]])
 @pytest.mark.parametrize(("op", "best"), [("pmax", max), ("pmin", min)])
 def test_extrema_of_complex_numbers(op, best, groups, mesh_of):
     """By the real part, then by the imaginary one; the result is typed as equal on all ranks."""
@@ -233,6 +233,19 @@ def test_extrema_of_complex_numbers(op, best, groups, mesh_of):
             row = got[rank] if groups else got[0]
             np.testing.assert_array_equal(row, _best(x[list(group)], best))
     assert constant == 2j
+
+
+@pytest.mark.parametrize("op", ["pmax", "pmin"])
+def test_extrema_of_complex_numbers_are_no_collective_reduction(op, mesh_of, lowered):
+    """XLA's compiler for GPUs ends the process over one."""
+    f = jax.shard_map(
+        lambda x: (getattr(pk, op)(x, "x"), jax.vmap(lambda x: getattr(pk, op)(x, "x"))(x)),
+        mesh=mesh_of(x=4),
+        in_specs=P("x"),
+        out_specs=P(),
+    )
+    text = lowered(f, jax.ShapeDtypeStruct((4, 3), "complex64"))
+    assert "all_gather" in text and "all_reduce" not in text
 
 
 def _best(rows, best):

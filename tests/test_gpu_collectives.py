@@ -332,6 +332,17 @@ def test_groups_and_axes(setting):
             same_bits(ours, np.asarray(theirs), f"{mesh.axis_names} {names} {groups}")
 
 
+@pytest.mark.parametrize(("op", "best"), [("pmax", max), ("pmin", min)])
+def test_extrema_of_complex_numbers(op, best, setting):
+    """Through a gather: XLA's own reduction of them ends the process in its compiler for GPUs."""
+    x = np.random.default_rng(5).integers(-2, 3, (setting.n, 50, 2)).astype(np.float32)
+    x = x[..., 0] + 1j * x[..., 1]
+    got = on(setting.mesh, lambda x: getattr(pk, op)(x, "x"))(put(setting.mesh, x))
+    want = [best(column, key=lambda z: (z.real, z.imag)) for column in x.T]
+    for row in np.asarray(got).reshape(setting.n, 50):
+        np.testing.assert_array_equal(row, want)
+
+
 @pytest.mark.parametrize("checks", ("1", "0"))
 def test_slices_out_of_range(setting, checks):
     """An error that names rank and row with PK_JAX_CHECKS=1; else no memory but the result's."""

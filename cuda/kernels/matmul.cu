@@ -46,6 +46,10 @@ cudaError_t launch_matmul(const MatmulOperands& in, const MatmulPlan& plan, void
   if (in.m <= 0 || in.n <= 0 || in.k <= 0 || in.m > kMostSize || in.n > kMostSize ||
       in.k > kMostSize)
     return cudaErrorInvalidValue;
+  // Vectors of the result, and what tensor maps ask for.
+  if (in.pitch_a % 8 != 0 || in.pitch_b % 8 != 0 || in.pitch_c % 8 != 0 || in.pitch_c < in.n ||
+      reinterpret_cast<uintptr_t>(in.c) % 16 != 0)
+    return cudaErrorInvalidValue;
   const Instance instance = instance_of(plan.tile, in.bfloat16, in.transpose_a, in.transpose_b);
   matmul::Args args{};
   const int tile_m = instance.tile_m * instance.cluster;

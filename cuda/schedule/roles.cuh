@@ -22,9 +22,10 @@ struct Roles {
   static constexpr int kRegisterFile = 65536;
   static constexpr int kAtLaunch = kRegisterFile / kThreads / 8 * 8;  // a thread, by the compiler
   static constexpr int kMover = 40;
+  // With 384 threads 232 is all there is; 240 would wait for ever for registers that do not exist.
   static constexpr int kConsumer = kConsumers == 2 ? 232 : 160;
-  // More than what was launched with would wait for ever for registers that do not exist.
   static_assert(kMover + kConsumers * kConsumer <= (kConsumers + 1) * kAtLaunch);
+  static_assert(kMover <= kAtLaunch && kAtLaunch <= kConsumer);
 
   template <typename Op>
   static __device__ __forceinline__ void run(Op& op) {

@@ -47,7 +47,7 @@ def reduce(
     among the axes; an operand that is the unreduced sum of its ranks. A psum may have been `asked`
     for as a "pmean", which is what messages name then.
     """
-    in_lax = functools.partial(_REFERENCES[op], axis_index_groups=axis_index_groups)
+    in_lax = functools.partial(getattr(_compat.parallel, op), axis_index_groups=axis_index_groups)
     if op == "psum" and not isinstance(x, Tracer):
         return in_lax(x, axes)
     positions = tuple(axis for axis in axes if isinstance(axis, int))

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pk_jax import _compat
@@ -22,15 +23,21 @@ pmean = parallel.pmean
 def _extremum(
     op: str, combine: Callable[[Any, Any], Any], x: Any, axes: Any, groups: Groups
 ) -> Any:
-    if not jnp.issubdtype(jnp.result_type(x), jnp.complexfloating) or any(
-        isinstance(axis, int) for axis in axes
-    ):
+    is_complex = jnp.issubdtype(jnp.result_type(x), jnp.complexfloating)
+    if not is_complex or any(isinstance(axis, int) for axis in axes):
         return getattr(parallel, op)(x, axes, axis_index_groups=groups)
     # Complex numbers are compared by their parts, a reduction that XLA has no collective of: its
     # compiler for GPUs ends the process over one.
-    to = "invarying" if _compat.check_vma() else "varying"
-    parts = parallel.all_gather(x, axes, axis_index_groups=groups, to=to)
-    return functools.reduce(combine, parts)
+    if groups is None:
+        to = "invarying" if _compat.check_vma() else "varying"
+        return functools.reduce(combine, parallel.all_gather(x, axes, to=to))
+    # Groups may have different sizes, which no gather has: a smaller one counts a member twice.
+    largest = max(map(len, groups))
+    members = np.zeros((sum(map(len, groups)), largest), np.int32)
+    for group in groups:
+        members[list(group)] = [*group, *[group[0]] * (largest - len(group))]
+    parts = parallel.all_gather(x, axes)
+    return functools.reduce(combine, parts[jnp.asarray(members)[lax.axis_index(axes)]])
 
 
 def pmax(x: Any, axes: Any, *, axis_index_groups: Groups = None) -> Any:

@@ -35,7 +35,7 @@ def reason(program: Program, case: Case, theirs: Side, ours: Side, i: int) -> st
         return "lax puts the mapped dimension two places too far"
     if isinstance(lax_error, NotImplementedError) and "axis size doesn't match" in str(pk_error):
         return "neither goes over a vmapped axis and others at once; a part's own error comes first"
-    if isinstance(lax_error, NotImplementedError) and "args which are reduced" in str(pk_error):
+    if isinstance(lax_error, NotImplementedError) and case.kwargs.get("to") == "reduced":
         return "lax does not map such a gather; its result then cannot leave shard_map"
     if case.op == "ppermute" and "v" in case.axis_name and len(case.axis_name) > 1:
         return "lax drops one of the axes from the permutation"
@@ -55,13 +55,11 @@ def misplaces(case: Case) -> bool:
     Where the mapped dimension comes after the scattered one, which an untiled psum_scatter removes,
     lax's batching rule adds one to it instead of taking one away.
     """
-    scatters = case.op == "psum_scatter" and not case.kwargs.get("tiled")
-    return scatters and can_unroll(case)
-
-
-def can_unroll(case: Case) -> bool:
-    """Whether calls for each element can take the place of the case's map."""
-    return case.transform in UNROLLED and "v" not in (case.axis_name or ())
+    if case.op != "psum_scatter" or case.kwargs.get("tiled") or case.transform not in UNROLLED:
+        return False
+    at = case.kwargs["scatter_dimension"] % len(case.shapes[0])
+    dims = case.options.get("in_axes", (case.options.get("in_axis"),))
+    return any(d is not None and d > at for d in dims)
 
 
 def other_values(case: Case) -> str | None:

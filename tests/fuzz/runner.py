@@ -160,7 +160,8 @@ def _without_map(
 ) -> list[np.ndarray] | None:
     """What lax gives of a call for each element, for a case that it does not map, or wrongly."""
     case = program.cases[i]
-    if not known.can_unroll(case) or (i not in theirs.errors and not known.misplaces(case)):
+    wrong = known.misplaces(case)
+    if case.transform not in UNROLLED or (i not in theirs.errors and not wrong):
         return None
     if not case.run or known.cannot(case, lax):
         return None

@@ -137,11 +137,7 @@ def _weights(y: Any, rank: Any) -> Any:
 
 
 # What takes the place of a map for a library that cannot map an op.
-UNROLLED = {
-    **dict.fromkeys(("vmap", "vmap_named"), "unrolled"),
-    **dict.fromkeys(("vmap_grad", "vmap_named_grad"), "unrolled_grad"),
-    "vmap2": "unrolled2",
-}
+UNROLLED = {"vmap": "unrolled", "vmap2": "unrolled2", "vmap_grad": "unrolled_grad"}
 
 _FORWARD = ("plain", "jit", "vmap", "vmap2", "scan")
 _NAMED = ("vmap_named", "vmap_named_grad")
