@@ -5,6 +5,7 @@
     python benchmarks/run.py --op psum all_gather --quick --only-default --budget 60
     python benchmarks/run.py --op all_gather --processes 2
     python benchmarks/run.py --op mixed                        # beside a GEMM and NCCL in one jit
+    python benchmarks/run.py --op matmul --cases plain         # each plan against XLA, one GPU
     python benchmarks/run.py --op host_cost
     python benchmarks/run.py --op first_use
 
@@ -40,7 +41,7 @@ COLLECTIVES = (
     "ragged_all_to_all",
 )
 ALL_COLLECTIVES = "collectives"
-SPECIAL = ("host_cost", "first_use", "mixed")
+SPECIAL = ("host_cost", "first_use", "mixed", "matmul")
 FIRST_USE_ORDERS = ("lax", "lax+pk", "pk")
 # A sample is many calls: 20 of them hold at least 160.
 MIN_SAMPLES = 20
@@ -113,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     launch.join(args.job_address, args.job_size or 1, args.job_rank or 0, args.devices_per_process)
     try:
-        if num_devices() < 2:
+        if num_devices() < 2 and args.op != ["matmul"]:
             raise NotImplementedError(f"it needs two devices or more, found {num_devices()}")
         if args.mixed_op:
             return mixed_child(args)
@@ -178,6 +179,16 @@ def results_of(args: argparse.Namespace) -> Iterator[tuple[Any, list[str]]]:
     method = harness.Method(sample_ms(args), args.samples, not args.only_default)
     if args.op == ["host_cost"]:
         return calls.host_cost(mesh, method, stamp)
+    if args.op == ["matmul"]:
+        import products
+
+        from pk_jax._tuning.matmul_cases import MATMULS
+
+        words = set(args.cases or ())
+        chosen = [c for c in MATMULS if not words or c.tags & words or c.name in words]
+        if not chosen:
+            sys.exit(f"no case matches {args.cases}; they are {', '.join(c.name for c in MATMULS)}")
+        return products.run(chosen, method, stamp)
     return harness.run(mesh, select(args.op, args.cases, args.quick), method, stamp)
 
 
@@ -205,7 +216,9 @@ def output_root(args: argparse.Namespace) -> pathlib.Path | None:
     device = jax.devices()[0]
     if args.out is None and (device.platform != "gpu" or args.samples < MIN_SAMPLES):
         return None
-    box = records.box_name(device.device_kind, device.platform, jax.device_count())
+    # A product knows one device, whatever the machine has.
+    count = 1 if args.op == ["matmul"] else jax.device_count()
+    box = records.box_name(device.device_kind, device.platform, count)
     return (args.out or checkout.RESULTS) / box
 
 

@@ -1,0 +1,62 @@
+"""Named shapes of matrix products that benchmarks time."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class MatmulCase:
+    """One product [m, k] @ [k, n].
+
+    Attributes:
+        name: the case's name in ids and tables.
+        m: rows of the result.
+        n: its columns.
+        k: what is summed over.
+        transpose_a: the first operand lies as [k, m].
+        transpose_b: the second one lies as [n, k].
+        tags: "plain" (many rows), "layout" (an operand transposed), "decode" (few rows).
+    """
+
+    name: str
+    m: int
+    n: int
+    k: int
+    transpose_a: bool = False
+    transpose_b: bool = False
+    tags: frozenset[str] = frozenset()
+
+
+_PLAIN = (
+    (2048, 4096, 4096),
+    (4096, 4096, 4096),
+    (8192, 8192, 8192),
+    (8192, 1280, 8192),
+    (8192, 3584, 4096),
+    (8192, 4096, 8192),
+    (8192, 8192, 1024),
+    (8192, 4096, 1792),
+    (8192, 7168, 8192),
+    (16384, 7168, 4096),
+    (512, 7168, 8192),
+)
+_LAYOUTS = ((4096, 4096, 4096), (8192, 1280, 8192), (8192, 8192, 1024), (8192, 7168, 8192))
+_DECODE = tuple((m, 8192, 3584) for m in (1, 16, 32, 64, 128))
+
+
+def _case(
+    sizes: tuple[int, int, int], tag: str, transpose_a: bool = False, transpose_b: bool = False
+) -> MatmulCase:
+    layout = "-" + "nt"[transpose_a] + "nt"[transpose_b] if tag == "layout" else ""
+    name = "mm-" + "x".join(map(str, sizes)) + layout
+    return MatmulCase(name, *sizes, transpose_a, transpose_b, frozenset({tag}))
+
+
+MATMULS = (
+    *(_case(sizes, "plain") for sizes in _PLAIN),
+    *(
+        _case(sizes, "layout", *transposed)
+        for sizes in _LAYOUTS
+        for transposed in ((False, True), (True, False), (True, True))
+    ),
+    *(_case(sizes, "decode") for sizes in _DECODE),
+)
