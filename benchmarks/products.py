@@ -89,7 +89,7 @@ def products(
 ) -> dict[str, Callable[[Any, Any], Any]]:
     """The ways to make the product, by name; "default" is what the model chooses."""
     params = {"transpose_a": case.transpose_a, "transpose_b": case.transpose_b, "dtype": DTYPE}
-    found = {"xla": functools.partial(reference.matmul, **params)}
+    found = {"xla": functools.partial(reference.matmul, precision=None, **params)}
     for i, plan in enumerate(plans if forced else plans[:1]):
         found[label(plan) if i else "default"] = functools.partial(
             primitive.call, plan=plan, **params | {"dtype": np.dtype(DTYPE)}

@@ -61,6 +61,7 @@ class Gpu:
         reaches: uuid of each other GPU the process sees -> whether the kernels of this GPU can work
             on its memory: by peer access and with atomics, as over NVLink.
         without_atomics: uuids of those that fail for the atomics alone, as over PCIe.
+        num_sms: SMs of the GPU; 0 where nobody asked.
     """
 
     id: int
@@ -68,6 +69,7 @@ class Gpu:
     compute_capability: tuple[int, int]
     reaches: dict[str, bool]
     without_atomics: tuple[str, ...] = ()
+    num_sms: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,6 +197,7 @@ def _gpus(topology: dict[str, Any], ids: dict[int, int]) -> tuple[Gpu, ...]:
                 compute_capability=tuple(device["compute_capability"]),
                 reaches={uuid: usable for uuid, _, usable in others},
                 without_atomics=tuple(u for u, mapped, usable in others if mapped and not usable),
+                num_sms=device["num_sms"],
             )
         )
     return tuple(gpus)

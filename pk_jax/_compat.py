@@ -128,6 +128,11 @@ def mesh_devices(ctx: Any) -> list[Device] | None:
     return list(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else None
 
 
+def vary_as_operands(*xs: Any) -> list[Any]:
+    """The operands of one op without axes, cast to vary alike just as those of lax's ops are."""
+    return list(_core.auto_insert_reshard(*xs))
+
+
 def run_eagerly(primitive: Any, *operands: Any, **params: Any) -> Any:
     """What a primitive does outside of jit, as JAX does it: a compiled call, cached."""
     return _dispatch.apply_primitive(primitive, *operands, **params)

@@ -111,6 +111,16 @@ def decide(
     return Decision("cuda")
 
 
+def num_sms(devices: Sequence[Device]) -> int | None:
+    """SMs of the smallest of some devices, as their processes tell; None if none does."""
+    if devices[0].platform not in _GPU_PLATFORMS:
+        return None
+    ids = {device.id for device in devices}
+    records = _capability.of_processes(devices)
+    found = [gpu.num_sms for process in records for gpu in process.gpus if gpu.id in ids]
+    return min(found, default=0) or None
+
+
 def why_not_dtype(dtype: Any, op: str | None = None) -> str | None:
     """Why the CUDA path cannot move elements of a dtype, nor reduce them in an op; None if it can.
 

@@ -5,9 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from pk_jax import config as _config
 from pk_jax._primitives import matmul as _matmul
+from pk_jax._primitives.rules import fall_back
+from pk_jax._reference import matmul as reference
+from pk_jax._selection import Decision
 from pk_jax.config import Config
 
 
@@ -22,12 +27,15 @@ def matmul(
     """The product x @ w, accumulated in fp32 and rounded once.
 
     It runs where it is called, inside or outside ``jax.shard_map``, on one device's arrays; nothing
-    is communicated. Its gradients are products of the same kind.
+    is communicated. Its gradients are products of the same kind; with operands of 16 bits and a
+    float32 result they are ``jax.lax.dot_general`` in float32, as the cotangent is. Where XLA is
+    known to partition the program over several devices it is ``jax.lax.dot_general``.
 
     Args:
         x: [..., k]; its leading dimensions are rows of one matrix.
         w: [k, n].
-        preferred_element_type: dtype of the result; None is that of ``jnp.result_type(x, w)``.
+        preferred_element_type: dtype of the result; None is that of ``jnp.result_type(x, w)``, in
+            which operands of two dtypes are multiplied.
         implementation: "cuda" runs the kernel: float16 or bfloat16 operands of one dtype, a result
             of that dtype or float32, Hopper GPUs; where it cannot run the reason is a
             NotImplementedError. "reference" is ``jax.lax.dot_general``. None is that too, as long
@@ -39,7 +47,7 @@ def matmul(
         [..., n].
 
     Raises:
-        TypeError: an operand is not an array of numbers.
+        TypeError: an operand is not an array of numbers, or they have no product of the dtype.
         ValueError: shapes that do not fit, or a knob that the op does not have.
 
     A layer of a network::
@@ -51,23 +59,61 @@ def matmul(
     op = "matmul"
     _config.check_implementation(op, implementation)
     resolved = _config.resolve(op, config)
-    for name, array in (("x", x), ("w", w)):
-        if not hasattr(array, "shape") or not hasattr(array, "dtype"):
-            raise TypeError(f"{op}: {name} must be an array, got {type(array).__name__}")
-        if not jnp.issubdtype(array.dtype, jnp.number):
-            raise TypeError(f"{op}: {name} must hold numbers, got dtype {array.dtype}")
-    if len(w.shape) != 2 or len(x.shape) < 1 or x.shape[-1] != w.shape[0]:
+    for name, operand in (("x", x), ("w", w)):
+        _check_operand(op, name, operand)
+    if np.ndim(x) < 1 or np.ndim(w) != 2:
         raise ValueError(
-            f"{op} takes x [..., k] and w [k, n], got shapes {tuple(x.shape)} and {tuple(w.shape)}"
+            f"{op}: x must be [..., k] and w [k, n], got shapes {x.shape} and {w.shape}; reshape "
+            "them, or use jax.lax.dot_general for other contractions"
         )
-    x, w = jnp.asarray(x), jnp.asarray(w)
-    dtype = preferred_element_type or jnp.result_type(x, w)
-    rows, (k, n) = x.shape[:-1], w.shape
-    out = _matmul.matmul(
-        x.reshape(math.prod(rows), k),
+    if x.shape[-1] != w.shape[0]:
+        raise ValueError(
+            f"{op}: the last dimension of x, {x.shape[-1]} of {x.shape}, must equal the first of "
+            f"w, {w.shape[0]} of {w.shape}; transpose or slice one of them"
+        )
+    common = jnp.result_type(x, w)
+    dtype = _result_dtype(op, common, preferred_element_type)
+    x, w = (lax.convert_element_type(operand, common) for operand in (x, w))
+    partitioned = _matmul.why_partitioned(x, w)
+    if partitioned is not None:
+        if implementation != "reference":
+            fall_back(op, implementation, Decision("reference", partitioned))
+        return reference.contract_last(x, w, dtype=dtype)
+    leading = x.shape[:-1]
+    product = _matmul.matmul(
+        x if len(leading) == 1 else lax.reshape(x, (math.prod(leading), x.shape[-1])),
         w,
         dtype=dtype,
+        # lax.dot_general, too, takes it when it is called.
+        precision=jax.config.jax_default_matmul_precision,
         implementation=implementation,
         config=resolved,
     )
-    return out.reshape(*rows, n)
+    return product if len(leading) == 1 else lax.reshape(product, (*leading, w.shape[1]))
+
+
+def _check_operand(op: str, name: str, operand: Any) -> None:
+    if not isinstance(operand, (jax.Array, np.ndarray)):
+        raise TypeError(
+            f"{op}: {name} must be an array, got {operand!r} of type {type(operand).__name__}"
+        )
+    dtype = operand.dtype
+    if not jnp.issubdtype(dtype, jnp.number) and dtype != jnp.bool_:
+        raise TypeError(f"{op}: {name} must hold numbers, got dtype {dtype}; convert it first")
+
+
+def _result_dtype(op: str, common: Any, preferred: Any) -> Any:
+    if preferred is None:
+        return common
+    what = f"{op}: preferred_element_type={preferred!r}"
+    try:
+        dtype = jax.dtypes.canonicalize_dtype(preferred)
+    except TypeError:
+        raise TypeError(f"{what} must be a dtype or None") from None
+    problem = _matmul.why_not_dtypes(common, dtype)
+    if problem is not None:
+        raise TypeError(
+            f"{what} does not go with operands of dtype {common}: {problem} Convert the operands "
+            "or the result instead"
+        )
+    return dtype

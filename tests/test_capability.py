@@ -77,7 +77,8 @@ class Library(types.SimpleNamespace):
         if self.error:
             raise RuntimeError(self.error)
         seen = range(self.gpus)
-        devices = [{"ordinal": i, "uuid": f"gpu{i}", "compute_capability": [9, 0]} for i in seen]
+        common = {"compute_capability": [9, 0], "num_sms": 132}
+        devices = [{"ordinal": i, "uuid": f"gpu{i}", **common} for i in seen]
         reached = [[i != j for j in seen] for i in seen]
         return {"devices": devices, "peer_access": reached, "nvlink": self.nvlink or reached}
 
@@ -117,6 +118,7 @@ def test_decision_with_gpus_renumbered(library, monkeypatch):
     (record,) = _capability.of_processes(devices)
     assert [(gpu.id, gpu.uuid) for gpu in record.gpus] == [(41, "gpu0"), (40, "gpu1")]
     assert record.gpus[0].reaches == {"gpu1": True}
+    assert [gpu.num_sms for gpu in record.gpus] == [132, 132]
     assert library.announced == [{1: 40, 0: 41}]
 
 
@@ -311,7 +313,7 @@ def decide_as(index, board):
 
 
 def test_records_survive_the_store():
-    gpu = Gpu(3, "gpu3", (8, 6), {"gpu1": True, "gpu2": False}, ("gpu2",))
+    gpu = Gpu(3, "gpu3", (8, 6), {"gpu1": True, "gpu2": False}, ("gpu2",), 114)
     odd = Capability(1, "host", "platform", False, "0.1", "no driver", (gpu, gpu), ("a", "b"), "1")
     for record in (*two_processes(), odd):
         assert Capability.from_json(record.to_json()) == record

@@ -85,6 +85,7 @@ def bound(layout, dtype="bfloat16", config=None):
             transpose_a=layout[0],
             transpose_b=layout[1],
             dtype=np.dtype(dtype),
+            precision=None,
             implementation="cuda",
             config=config or Config(),
         )

@@ -64,6 +64,7 @@ def test_transposes(transpose_a, transpose_b, out):
             transpose_a=transpose_a,
             transpose_b=transpose_b,
             dtype=np.dtype(out),
+            precision=None,
             implementation=None,
             config=Config(),
         )
@@ -105,7 +106,8 @@ def test_second_order_and_forward():
 def test_vmap(flags, mapped):
     def product(a, b):
         params = {"transpose_a": flags[0], "transpose_b": flags[1], "implementation": None}
-        return matmul_p.bind(a, b, dtype=np.dtype("float32"), config=Config(), **params)
+        dtype = np.dtype("float32")
+        return matmul_p.bind(a, b, dtype=dtype, precision=None, config=Config(), **params)
 
     shapes = ((5, 6) if flags[0] else (6, 5)), ((7, 5) if flags[1] else (5, 7))
     a, b = (
@@ -189,15 +191,18 @@ def test_a_jitted_caller_is_traced_once():
 @pytest.mark.parametrize(
     ("x", "w", "error", "words"),
     [
-        ((3, 4), (5, 6), ValueError, r"got shapes \(3, 4\) and \(5, 6\)"),
-        ((), (5, 6), ValueError, r"x \[..., k\] and w \[k, n\]"),
+        ((3, 4), (5, 6), ValueError, r"of x, 4 of \(3, 4\), must equal .* 5 of \(5, 6\)"),
+        ((), (5, 6), ValueError, r"x must be \[\.\.\., k\] and w \[k, n\]"),
         ((3, 4), (2, 4, 6), ValueError, "got shapes"),
-        ("bool", (4, 6), TypeError, "x must hold numbers, got dtype bool"),
-        ("list", (4, 6), TypeError, "x must be an array, got list"),
+        ("keys", (4, 6), TypeError, "x must hold numbers, got dtype key<fry>"),
+        ("list", (4, 6), TypeError, r"x must be an array, got \[\[1.0\]\] of type list"),
     ],
 )
 def test_what_does_not_fit(x, w, error, words):
-    x = {"bool": jnp.ones((3, 4), bool), "list": [[1.0]]}[x] if isinstance(x, str) else jnp.ones(x)
+    if isinstance(x, str):
+        x = {"keys": jax.random.split(jax.random.key(0), (3, 4)), "list": [[1.0]]}[x]
+    else:
+        x = jnp.ones(x)
     with pytest.raises(error, match=f"matmul.*{words}"):
         pk.matmul(x, jnp.ones(w))
 

@@ -4,12 +4,14 @@ It is bilinear, and its transposes are products again, with flags instead of tra
 """
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -27,31 +29,74 @@ ALIGNMENT = 8
 matmul_p = Primitive("pk_matmul")
 
 
-def matmul(a: Any, b: Any, *, dtype: Any, implementation: str | None, config: Config) -> Any:
-    """Binds pk_matmul to [m, k] and [k, n]; the arguments are checked."""
+def matmul(
+    a: Any,
+    b: Any,
+    *,
+    dtype: Any,
+    precision: Any,
+    implementation: str | None,
+    config: Config,
+) -> Any:
+    """Binds pk_matmul to [m, k] and [k, n]; the arguments are checked.
+
+    `precision` is that of the reference, as in lax.dot_general.
+    """
     return _bind(
         a,
         b,
         transpose_a=False,
         transpose_b=False,
         dtype=np.dtype(dtype),
+        precision=precision,
         implementation=implementation,
         config=config,
     )
 
 
 def _bind(a: Any, b: Any, **params: Any) -> Any:
-    return matmul_p.bind(*_compat.vary_alike((), a, b), **params)
+    return matmul_p.bind(*_compat.vary_as_operands(a, b), **params)
+
+
+def why_partitioned(*operands: Any) -> str | None:
+    """Why XLA is known to cut the operands into parts for several devices; None if it is not.
+
+    Then their dimensions must stay what they are: XLA gathers an operand that is cut along a
+    dimension which is folded with others, and refuses to where the types of arrays name the cut.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    shardings = [jax.typeof(x).sharding for x in operands]
+    named = {axis for sharding in shardings for axis in _axes_of(sharding.spec)}
+    for each in (mesh, *(sharding.mesh for sharding in shardings)):
+        left = set(each.axis_names) - set(each.manual_axes)
+        named |= {axis for axis in left if each.shape[axis] > 1}
+    if not named:
+        return None
+    if mesh.manual_axes:
+        return _selection.why_auto_axes(sorted(named, key=str))
+    return _selection.PARTITIONED
+
+
+def _axes_of(spec: Any) -> Iterator[Any]:
+    for axes in spec:
+        yield from axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+
+
+def why_not_dtypes(operands: Any, dtype: Any) -> str | None:
+    """Why lax.dot_general has no product in `dtype` of operands of a dtype; None if it has."""
+    matrix = ShapedArray((1, 1), operands)
+    try:
+        _abstract_eval(matrix, matrix, transpose_a=False, transpose_b=False, dtype=dtype)
+    except TypeError as error:
+        return str(error)
+    return None
 
 
 def _abstract_eval(a: Any, b: Any, **params: Any) -> Any:
     return lax.dot_general_p.abstract_eval(
         a,
         b,
-        dimension_numbers=(
-            ((0 if params["transpose_a"] else 1,), (1 if params["transpose_b"] else 0,)),
-            ((), ()),
-        ),
+        dimension_numbers=reference.dimension_numbers(params["transpose_a"], params["transpose_b"]),
         precision=None,
         preferred_element_type=params["dtype"],
         out_sharding=None,
@@ -84,6 +129,7 @@ def _of_transpose(
         transpose_a=transpose_a,
         transpose_b=transpose_b,
         dtype=np.dtype(dtype),
+        precision=params["precision"],
         implementation=of_transpose(params),
         config=resolve(OP, None),
     )
@@ -93,29 +139,33 @@ def _batch(operands: Any, dims: Any, **params: Any) -> Any:
     """A map over one operand makes its matrix longer; a map over both is lax's batched product."""
     (a, b), (da, db) = operands, dims
     if da is None:
-        size = b.shape[db]
-        result = matmul_p.bind(a, _longer(b, db, before=params["transpose_b"]), **params)
-        return result.reshape(result.shape[0], size, result.shape[1] // size), 1
+        b, shape = _longer(b, db, before=params["transpose_b"])
+        result = matmul_p.bind(a, b, **params)
+        return result.reshape(result.shape[0], *shape), 1
     if db is None:
-        size = a.shape[da]
-        result = matmul_p.bind(_longer(a, da, before=not params["transpose_a"]), b, **params)
-        return result.reshape(size, result.shape[0] // size, result.shape[1]), 0
+        a, shape = _longer(a, da, before=not params["transpose_a"])
+        result = matmul_p.bind(a, b, **params)
+        return result.reshape(*shape, result.shape[1]), 0
     if params["implementation"] == "cuda":
         raise NotImplementedError(
             f"{OP}: there are no kernels for a map over both operands; map one, or use "
             "implementation=None"
         )
-    names = ("transpose_a", "transpose_b", "dtype")
-    rule = functools.partial(reference.matmul, **{name: params[name] for name in names})
-    return jax.vmap(rule, (da, db))(a, b), 0
+    return jax.vmap(functools.partial(_reference, **params), (da, db))(a, b), 0
 
 
-def _longer(x: Any, d: int, *, before: bool) -> Any:
-    """A mapped matrix as one matrix, its rows (or columns, unless `before`) times the map's."""
+def _longer(x: Any, d: int, *, before: bool) -> tuple[Any, tuple[int, int]]:
+    """A mapped matrix as one matrix, its rows (or columns, unless `before`) times the map's.
+
+    Returns:
+        The matrix, and the sizes of the map and of the dimension that have become one.
+    """
     x = jnp.moveaxis(x, d, 0 if before else 1)
     if before:
-        return x.reshape(x.shape[0] * x.shape[1], x.shape[2])
-    return x.reshape(x.shape[0], x.shape[1] * x.shape[2])
+        size, rows, cols = x.shape
+        return x.reshape(size * rows, cols), (size, rows)
+    rows, size, cols = x.shape
+    return x.reshape(rows, size * cols), (size, cols)
 
 
 def _reference(a: Any, b: Any, *, implementation: Any, config: Any, **params: Any) -> Any:
@@ -153,8 +203,10 @@ def _decide(ctx: Any, params: dict[str, Any]) -> _selection.Decision:
 
 
 def _num_sms(ctx: Any) -> int:
+    """The SMs that a plan may count on: those of the smallest device that may run the program."""
     devices = _compat.program_devices(ctx)
-    return hardware.lookup(devices[0].device_kind if devices else None).num_sms
+    found = _selection.num_sms(devices) if devices else None
+    return found or hardware.lookup(devices[0].device_kind if devices else None).num_sms
 
 
 def _cuda(a: Any, b: Any, *, num_sms: int, **params: Any) -> Any:

@@ -1,0 +1,33 @@
+"""What the tests of products share: operands, the lax op to compare with, the comparison."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+def values(shape, dtype="float32", seed=0):
+    """Numbers that every dtype has, small enough for any sum of them."""
+    numbers = np.random.default_rng(seed).integers(0 if dtype == "uint16" else -3, 4, shape)
+    if dtype == "bool":
+        return jnp.asarray(numbers > 0)
+    if dtype == "complex64":
+        return jnp.asarray(numbers + 1j * np.roll(numbers, 1), dtype)
+    return jnp.asarray(numbers).astype(dtype)
+
+
+def reals(shape, dtype="float32", seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def lax_matmul(x, w, dtype=None):
+    """The lax op of the same meaning, with the leading dimensions as they are."""
+    numbers = (((x.ndim - 1,), (0,)), ((), ()))
+    return lax.dot_general(x, w, numbers, preferred_element_type=dtype)
+
+
+def check_equal(got, want, **tolerance):
+    assert (got.shape, got.dtype) == (want.shape, want.dtype)
+    exact = "complex128" if jnp.issubdtype(got.dtype, jnp.complexfloating) else "float64"
+    np.testing.assert_allclose(
+        np.asarray(got).astype(exact), np.asarray(want).astype(exact), **tolerance
+    )
