@@ -204,7 +204,9 @@ def test_dtypes(op, dtype, mapped):
     if op == "psum_scatter" and dtype == "bool":
         pytest.skip("lax has no psum_scatter of booleans")
     if op in ("pmax", "pmin") and dtype == "complex64":
-        pytest.skip("XLA cannot compare complex numbers across devices; see the next test")
+        pytest.skip(
+            "XLA cannot compare complex numbers across devices; see test_collectives_reference.py"
+        )
     more = {"all_to_all": (0, 0), "ppermute": (ring,)}.get(op, ())
     how = {"tiled": True} if op in ("all_to_all", "psum_scatter") else {}
     x = jnp.arange(RANKS * 8).astype(dtype)
@@ -212,44 +214,6 @@ def test_dtypes(op, dtype, mapped):
                  for m in (pk, lax))  # fmt: skip
     assert got.dtype == want.dtype
     np.testing.assert_array_equal(got, want)
-
-
-@pytest.mark.parametrize("groups", [None, [[0, 2], [3, 1]], [[0], [3, 1, 2]]])
-@pytest.mark.parametrize(("op", "best"), [("pmax", max), ("pmin", min)])
-def test_extrema_of_complex_numbers(op, best, groups, mesh_of):
-    """By the real part, then by the imaginary one; the result is typed as equal on all ranks."""
-    x = np.array([[2 + 1j, 0], [2 + 3j, -1j], [-5 + 9j, 0.5], [2 - 8j, 1j]], "complex64")
-    reduce = functools.partial(getattr(pk, op), axis_name="x", axis_index_groups=groups)
-    f = jax.shard_map(
-        lambda x: (reduce(x), reduce(2j)),
-        mesh=mesh_of(x=4),
-        in_specs=P("x"),
-        out_specs=(P() if groups is None else P("x"), P()),
-        check_vma=groups is None,
-    )
-    got, constant = jax.jit(f)(x)
-    for group in groups or [range(4)]:
-        for rank in group:
-            row = got[rank] if groups else got[0]
-            np.testing.assert_array_equal(row, _best(x[list(group)], best))
-    assert constant == 2j
-
-
-@pytest.mark.parametrize("op", ["pmax", "pmin"])
-def test_extrema_of_complex_numbers_are_no_collective_reduction(op, mesh_of, lowered):
-    """XLA's compiler for GPUs ends the process over one."""
-    f = jax.shard_map(
-        lambda x: (getattr(pk, op)(x, "x"), jax.vmap(lambda x: getattr(pk, op)(x, "x"))(x)),
-        mesh=mesh_of(x=4),
-        in_specs=P("x"),
-        out_specs=P(),
-    )
-    text = lowered(f, jax.ShapeDtypeStruct((4, 3), "complex64"))
-    assert "all_gather" in text and "all_reduce" not in text
-
-
-def _best(rows, best):
-    return np.array([best(column, key=lambda z: (z.real, z.imag)) for column in rows.T])
 
 
 def _varying(y, x):

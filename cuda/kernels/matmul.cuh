@@ -13,10 +13,11 @@
 #include <cuda.h>
 
 #include <cstdint>
-#include <utility>
 
 #include "schedule/matmul_walk.h"
+#include "schedule/partial_tiles.cuh"
 #include "schedule/roles.cuh"
+#include "schedule/store_tile.cuh"
 #include "tile/pipeline.cuh"
 #include "tile/register_tile.cuh"
 #include "tile/shared_tile.cuh"
@@ -30,8 +31,8 @@ struct Args {
   int m;
   int64_t pitch_c;  // elements
   MatmulWalk walk;
-  uint32_t* flags;  // of the blocks that leave a part of a tile, zero at the start
-  float* partials;  // theirs, [rows * columns of a tile] each
+  uint32_t* flags;  // see partial_tiles.cuh: of the blocks that leave a part of a tile
+  float* partials;
 };
 
 using Crew = Roles<2>;
@@ -50,11 +51,10 @@ template <typename Shape, Major kMajorA, Major kMajorB>
 struct Shared {
   using A = OperandTile<Shape::kM, kMajorA>;
   using B = OperandTile<Shape::kN, kMajorB, Shape::kCluster>;
-  using C = ResultTile<kPanel>;  // what a consumer rounds and stores at a time
 
   A a[Shape::kStages];
   B b[Shape::kStages];
-  C c[Crew::kConsumers][2];  // in turn: one is written while the other is read
+  PanelBuffers c[Crew::kConsumers];
   Pipeline<Shape::kStages, Shape::kCluster> pipeline;
 };
 
@@ -110,14 +110,21 @@ struct Matmul {
       const MatmulWalk::Part part = args.walk.part(worker(), i);
       Tile tile;
       multiply(tile, row, col, part.end - part.begin, at);
+      const PartialTiles<Crew::kConsumers, Shape::kConsumerN> partials{args.flags, args.partials};
+      const int block = blockIdx.x;
       if (!args.walk.ends_tile(part)) {
-        leave(tile, consumer);
+        partials.leave(tile, block, consumer);
         continue;
       }
-      if (!args.walk.begins_tile(part)) collect(tile, consumer);
+      if (!args.walk.begins_tile(part)) {
+        // What the other parts' blocks have left, always in the same order.
+        const int between = args.walk.split_tiles * Shape::kCluster;
+        for (int other = block - between; other >= 0; other -= between)
+          partials.add(tile, other, consumer);
+      }
       finish(tile, consumer, row_of(part) + row, part.n * Shape::kN + col);
     }
-    if (first_thread()) ptx::cp_async_bulk_wait_group<0>();
+    if (is_first_thread()) ptx::cp_async_bulk_wait_group<0>();
   }
 
  private:
@@ -127,13 +134,6 @@ struct Matmul {
 
   static __device__ __forceinline__ int row_of(const MatmulWalk::Part& part) {
     return (part.m * Shape::kCluster + blockIdx.x % Shape::kCluster) * Shape::kM;
-  }
-
-  static __device__ __forceinline__ bool first_thread() { return threadIdx.x % 128 == 0; }
-
-  // The threads of this consumer alone.
-  static __device__ __forceinline__ void sync(int consumer) {
-    ptx::named_barrier_sync(1 + consumer, 128);
   }
 
   // The product of `steps` steps. A step's instructions are in flight while the next one's operands
@@ -161,53 +161,6 @@ struct Matmul {
     shared.pipeline.release(previous, threadIdx.x % 128);
   }
 
-  // This consumer's place in a block's partial tile: a thread's values four by four, so that a warp
-  // writes 512 bytes together.
-  __device__ __forceinline__ float4* partial(int block, int consumer) const {
-    constexpr int kValues = Tile::kCount * 128;
-    return reinterpret_cast<float4*>(args.partials) +
-           (static_cast<int64_t>(block) * Crew::kConsumers + consumer) * (kValues / 4) +
-           threadIdx.x % 128;
-  }
-
-  // A part of a tile that another block finishes.
-  __device__ __forceinline__ void leave(const Tile& tile, int consumer) {
-    float4* to = partial(blockIdx.x, consumer);
-#pragma unroll
-    for (int i = 0; i < Tile::kCount / 4; ++i) {
-      __stcg(to + i * 128, make_float4(tile.value[4 * i], tile.value[4 * i + 1],
-                                       tile.value[4 * i + 2], tile.value[4 * i + 3]));
-    }
-    sync(consumer);
-    // Release of all this consumer's stores; pairs with the acquire in collect().
-    if (first_thread()) ptx::red_add_release_gpu(args.flags + blockIdx.x, 1);
-  }
-
-  // Adds what the other parts' blocks have left of this tile, always in the same order.
-  __device__ __forceinline__ void collect(Tile& tile, int consumer) {
-    const int between = args.walk.split_tiles * Shape::kCluster;
-    for (int block = static_cast<int>(blockIdx.x) - between; block >= 0; block -= between) {
-      if (first_thread()) {
-        const uint64_t start = ptx::globaltimer_ns();
-        while (ptx::ld_acquire_gpu(args.flags + block) < Crew::kConsumers) {
-          if (ptx::globaltimer_ns() - start > kLimitNs) ptx::trap();
-        }
-      }
-      sync(consumer);
-      const float4* from = partial(block, consumer);
-#pragma unroll
-      for (int i = 0; i < Tile::kCount / 4; ++i) {
-        const float4 left = __ldcg(from + i * 128);
-        tile.value[4 * i] += left.x;
-        tile.value[4 * i + 1] += left.y;
-        tile.value[4 * i + 2] += left.z;
-        tile.value[4 * i + 3] += left.w;
-      }
-    }
-  }
-  // Blocks of a lower number started earlier and wait for nobody above them, so this means a fault.
-  static constexpr uint64_t kLimitNs = 300'000'000'000;
-
   __device__ __forceinline__ void finish(Tile& tile, int consumer, int row, int col) {
 #pragma unroll
     for (int i = 0; i < Tile::kCount; ++i) {
@@ -215,46 +168,9 @@ struct Matmul {
                                col + Tile::col() + i / 4 * 8 + i % 2);
     }
     if (args.c32 != nullptr) {
-      store_float32(tile, row + Tile::row(), col + Tile::col());
-      return;
-    }
-    store_panels(tile, consumer, row, col, std::make_integer_sequence<int, kPanels>{});
-  }
-  static constexpr int kPanels = Shape::kConsumerN / kPanel;
-
-  template <int... kIndices>
-  __device__ __forceinline__ void store_panels(const Tile& tile, int consumer, int row, int col,
-                                               std::integer_sequence<int, kIndices...>) {
-    (store_panel<kIndices>(tile, consumer, row, col), ...);
-  }
-
-  template <int kIndex>
-  __device__ __forceinline__ void store_panel(const Tile& tile, int consumer, int row, int col) {
-    typename Memory::C& buffer = shared.c[consumer][kIndex % 2];
-    // The store before the last one, from this buffer, has read it.
-    if (first_thread()) ptx::cp_async_bulk_wait_group_read<1>();
-    sync(consumer);
-    store_rounded<kType, kIndex * kPanel>(buffer, tile);
-    ptx::fence_proxy_async_shared();
-    sync(consumer);
-    if (!first_thread()) return;
-    buffer.store(&args.c, row, col + kIndex * kPanel);
-    ptx::cp_async_bulk_commit_group();
-  }
-  static_assert(kPanels % 2 == 0);  // the buffers' turns go on from tile to tile
-
-  // Straight from the registers: four lanes write a sector. Rows are padded to whole vectors.
-  __device__ __forceinline__ void store_float32(const Tile& tile, int row, int col) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half, row += 8) {
-      if (row >= args.m) return;
-      float* to = args.c32 + row * args.pitch_c + col;
-      const int left = static_cast<int>(args.pitch_c) - col;
-#pragma unroll
-      for (int j = 0; j < Shape::kConsumerN / 8; ++j) {
-        const float2 pair{tile.value[4 * j + 2 * half], tile.value[4 * j + 2 * half + 1]};
-        if (8 * j < left) *reinterpret_cast<float2*>(to + 8 * j) = pair;
-      }
+      store_float32(tile, args.c32, args.m, args.pitch_c, row, col);
+    } else {
+      store_rounded<kType>(tile, shared.c[consumer], consumer, &args.c, row, col);
     }
   }
 };

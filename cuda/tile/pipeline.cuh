@@ -3,6 +3,9 @@
 //   full[s]   the bytes of stage s are there: completed by bulk copies, waited for by consumers
 //   empty[s]  all consumers are done with stage s: arrived at by each, waited for by the producer
 //
+// The waits have no limit: what they wait for is this SM's own copies and warps, or those of the
+// cluster, and never a peer. Whoever waits for a peer does so before the copies are issued.
+//
 // Both sides walk the stages in order with a cursor of their own, across tiles, so neither side
 // ever resets anything.
 #pragma once
