@@ -303,6 +303,10 @@ SLOWER = (
     "the kernels are not as fast as XLA's product at every shape yet; implementation='cuda', or a "
     "tile, runs them"
 )
+NAMED = (
+    "the operands' types name mesh axes, which folding their dimensions into rows would lose; call "
+    "it inside jax.shard_map"
+)
 PARTITIONED = (
     "XLA partitions this program over several devices, and a custom call would make it gather the "
     "operands on each; call it inside jax.shard_map"

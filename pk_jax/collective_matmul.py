@@ -76,7 +76,7 @@ def matmul(
     x, w = (lax.convert_element_type(operand, common) for operand in (x, w))
     partitioned = _matmul.why_partitioned(x, w)
     if partitioned is not None:
-        if implementation != "reference":
+        if implementation == "cuda" or (implementation is None and resolved.tile is not None):
             fall_back(op, implementation, Decision("reference", partitioned))
         return reference.contract_last(x, w, dtype=dtype)
     leading = x.shape[:-1]
@@ -84,8 +84,8 @@ def matmul(
         x if len(leading) == 1 else lax.reshape(x, (math.prod(leading), x.shape[-1])),
         w,
         dtype=dtype,
-        # lax.dot_general, too, takes it when it is called.
-        precision=jax.config.jax_default_matmul_precision,
+        # As lax.dot_general takes it when it is called; None would ask again when it is lowered.
+        precision=jax.config.jax_default_matmul_precision or lax.Precision.DEFAULT,
         implementation=implementation,
         config=resolved,
     )

@@ -94,6 +94,19 @@ def test_the_default_precision_holds_where_the_op_is_called(where, lowered):
     assert "precision = [HIGHEST, HIGHEST]" in lowered(gradient, reals((3, 5)), platform="cpu")
 
 
+def test_another_precision_at_lowering_does_not_count(lowered):
+    x, w = reals((3, 5)), reals((5, 7))
+    traced = jax.jit(pk.matmul).trace(x, w)
+    with jax.default_matmul_precision("highest"):
+        assert "HIGHEST" not in traced.lower().as_text()
+
+        def f(x, w):
+            with jax.default_matmul_precision(None):
+                return pk.matmul(x, w)
+
+        assert "HIGHEST" not in lowered(f, x, w, platform="cpu")
+
+
 @pytest.mark.parametrize("preferred", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gradients_with_a_result_of_another_dtype(dtype, preferred):
@@ -169,6 +182,35 @@ def test_axes_that_are_left_to_xla(mesh_of):
     check_equal(f(None)(x, w), lax_matmul(x, w), rtol=1e-5)
     with pytest.raises(NotImplementedError, match=r"matmul: the mesh axes \('b',\) are not manual"):
         f("cuda")(x, w)
+
+
+@pytest.mark.parametrize("outside", ["an array", "a tracer"])
+def test_weights_from_outside_the_shard_map(outside, mesh_of, can_run, lowered):
+    """What is closed over names the mesh outside, whose axes are manual here."""
+    mesh = mesh_of(x=4)
+    w = jax.device_put(values((8, 5), "bfloat16"), NamedSharding(mesh, P()))
+    x = values((8, 8), "bfloat16", seed=1)
+
+    def f(implementation, x, w):
+        body = lambda x: pk.matmul(x, w, implementation=implementation)  # noqa: E731
+        return jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"))(x)
+
+    if outside == "an array":
+        text = lowered(lambda x: f("cuda", x, w), x)
+    else:
+        text = lowered(functools.partial(f, "cuda"), x, w)
+    assert text.count("@pk_jax_matmul(") == 1
+    check_equal(jax.jit(functools.partial(f, None))(x, w), lax_matmul(x, w))
+
+
+def test_types_that_name_an_axis_of_one_device(mesh_of):
+    mesh = jax.sharding.Mesh(mesh_of(x=1).devices, ("x",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(reals((2, 4, 5)), NamedSharding(mesh, P(None, "x")))
+        w = jax.device_put(reals((5, 3), seed=1), NamedSharding(mesh, P()))
+        check_equal(pk.matmul(x, w), lax_matmul(x, w), rtol=1e-6)
+        with pytest.raises(NotImplementedError, match="matmul: the operands' types name mesh axes"):
+            pk.matmul(x, w, implementation="cuda")
 
 
 class FakeGpu:

@@ -29,6 +29,8 @@ struct PartialTiles {
     if (is_first_thread()) ptx::red_add_release_gpu(flags + block, 1);
   }
 
+  // Adds what `block` has left, or will. It must have a lower number than the caller's, so that it
+  // started earlier, and must not wait for anybody before it leaves its tile.
   __device__ __forceinline__ void add(Tile& tile, int block, int consumer) const {
     if (is_first_thread()) {
       const uint64_t start = ptx::globaltimer_ns();
@@ -49,7 +51,7 @@ struct PartialTiles {
   }
 
  private:
-  // Whoever is waited for started earlier and waits for nobody above it, so this means a fault.
+  // Longer than any launch takes: past it something is wrong.
   static constexpr uint64_t kLimitNs = 300'000'000'000;
 
   // A thread's values four by four, so that a warp writes 512 bytes together.

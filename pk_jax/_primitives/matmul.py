@@ -65,16 +65,21 @@ def why_partitioned(*operands: Any) -> str | None:
     dimension which is folded with others, and refuses to where the types of arrays name the cut.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    shardings = [jax.typeof(x).sharding for x in operands]
-    named = {axis for sharding in shardings for axis in _axes_of(sharding.spec)}
-    for each in (mesh, *(sharding.mesh for sharding in shardings)):
-        left = set(each.axis_names) - set(each.manual_axes)
-        named |= {axis for axis in left if each.shape[axis] > 1}
-    if not named:
-        return None
     if mesh.manual_axes:
-        return _selection.why_auto_axes(sorted(named, key=str))
-    return _selection.PARTITIONED
+        # Inside shard_map that mesh alone counts: what is closed over still names the one outside.
+        left = _axes_left(mesh)
+        return _selection.why_auto_axes(sorted(left, key=str)) if left else None
+    shardings = [jax.typeof(x).sharding for x in operands]
+    if any(map(_axes_left, (mesh, *(sharding.mesh for sharding in shardings)))):
+        return _selection.PARTITIONED
+    if any(axis for sharding in shardings for axis in _axes_of(sharding.spec)):
+        return _selection.NAMED
+    return None
+
+
+def _axes_left(mesh: Any) -> set[Any]:
+    """The axes, larger than 1, that are XLA's to cut along."""
+    return {axis for axis in mesh.axis_names if mesh.shape[axis] > 1} - set(mesh.manual_axes)
 
 
 def _axes_of(spec: Any) -> Iterator[Any]:
