@@ -60,8 +60,8 @@ void refuse_if_broken(const Groups* groups, int device) {
               "); restart the processes");
 }
 
-// Builds the communicator of a call site unless there is one, and makes its channel ready.
-// Collective.
+// Builds the communicator of a call site unless there is one, makes its channel ready and loads its
+// own kernels. Collective.
 Communicator& build(const CallSite& site, Communicator* communicator, cudaStream_t stream,
                     int device, const xla::ffi::Context& context,
                     const std::function<void*()>& buffer) {
@@ -82,6 +82,11 @@ Communicator& build(const CallSite& site, Communicator* communicator, cudaStream
     process().communicators[{site.groups, device}] = std::move(made);
   }
   communicator->prepare_channel(exchange, site.channel, site.needs_landing(), stream);
+  if (site.load) {
+    exchange.together("loading kernels", [&] {
+      check(site.load(), "loading the op's kernels (are they built for this GPU?)");
+    });
+  }
   return *communicator;
 }
 
@@ -192,7 +197,10 @@ xla::ffi::Error initialize(CallSite* call_site, cudaStream_t stream, int32_t dev
   if (site.ready[device].load(std::memory_order_relaxed)) return xla::ffi::Error::Success();
   return guarded(site.op, [&] {
     Communicator* communicator = find(site.groups, device);
-    if (!communicator || !communicator->has_channel(site.channel, site.needs_landing())) {
+    // A call site with kernels of its own goes this way once on each device, whatever others did:
+    // all ranks of a group do so alike.
+    if (!communicator || site.load ||
+        !communicator->has_channel(site.channel, site.needs_landing())) {
       refuse_if_broken(site.groups, device);
       try {
         communicator = &build(site, communicator, stream, device, context, buffer);

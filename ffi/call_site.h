@@ -53,6 +53,7 @@ struct CallSite {
   const Groups* groups = nullptr;
   int channel = 0;
   Plan plan;
+  cudaError_t (*load)() = nullptr;  // kernels of its own, which no communicator loads
   std::array<std::atomic<Communicator*>, kMaxLocalDevices>
       ready{};  // set once the channel can run on that device
 

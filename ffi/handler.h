@@ -1,12 +1,17 @@
-// What the handlers of all collectives share when they execute.
+// What the handlers of all collectives share: how a call site is made, and what they do when they
+// execute.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
+#include <string_view>
 
+#include "ffi/attributes.h"
 #include "ffi/call_site.h"
+#include "ffi/names.h"
 #include "ffi/status.h"
 #include "runtime/check.h"
 #include "schedule/push_args.h"
@@ -30,6 +35,28 @@ namespace pk {
                                     .RemainingArgs()                               \
                                     .RemainingRets(),                              \
                                 {xla::ffi::Traits::kCmdBufferCompatible})
+
+// A call site of an op: what all have in common, then what decode(site) takes from the attributes.
+template <typename Site, typename Decode>
+xla::ffi::ErrorOr<std::unique_ptr<CallSite>> make_site(const char* op,
+                                                       const xla::ffi::Dictionary& attributes,
+                                                       Decode decode) {
+  using Ids = xla::ffi::Span<const int64_t>;
+  auto site = std::make_unique<Site>();
+  xla::ffi::Error failed = guarded(op, [&] {
+    site->op = op;
+    site->groups =
+        Groups::intern(attribute<Ids>(attributes, "groups"), attribute<Ids>(attributes, "devices"),
+                       attribute<int64_t>(attributes, "group_size"));
+    site->channel = static_cast<int>(integer(attributes, "channel", 0, kNumChannels - 1));
+    site->plan.mechanism = mechanism_from(attribute<std::string_view>(attributes, "mechanism"));
+    site->plan.protocol = protocol_from(attribute<std::string_view>(attributes, "protocol"));
+    site->plan.num_blocks = static_cast<int>(integer(attributes, "num_blocks", 0, kMaxBlocks));
+    decode(*site);
+  });
+  if (failed.failure()) return xla::ffi::Unexpected(failed);
+  return std::unique_ptr<CallSite>(std::move(site));
+}
 
 inline xla::ffi::AnyBuffer operand(const xla::ffi::RemainingArgs& operands, size_t i) {
   auto buffer = operands.get<xla::ffi::AnyBuffer>(i);

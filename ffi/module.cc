@@ -13,11 +13,14 @@
 #include <cstring>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "ffi/call_site.h"
 #include "ffi/collectives.h"
+#include "ffi/custom_ops.h"
 #include "ffi/matmul.h"
 #include "ffi/noop.h"
 #include "ffi/virtual_ranks_python.h"
@@ -66,7 +69,21 @@ nb::dict handlers() {
   nb::dict noop;
   noop["execute"] = handler(pk::pk_noop_execute);
   all["pk_jax_noop"] = noop;
+  for (const auto& [name, execute] : pk::custom_ops())
+    collective(("pk_jax_" + name).c_str(), pk::pk_custom_op_instantiate, execute);
   return all;
+}
+
+// Targets of the ops that a library brought.
+std::vector<std::string> load_ops(const std::string& path) {
+  std::set<std::string> taken;
+  constexpr std::string_view prefix = "pk_jax_";
+  for (const auto& [target, stages] : handlers())
+    taken.insert(nb::cast<std::string>(target).substr(prefix.size()));
+  std::vector<std::string> targets;
+  for (const std::string& name : pk::load_custom_ops(path, taken))
+    targets.push_back(std::string(prefix) + name);
+  return targets;
 }
 
 nb::dict types() {
@@ -210,6 +227,9 @@ std::vector<std::vector<std::array<int, 4>>> parts_of(const pk::MatmulWalk& walk
 NB_MODULE(_ffi, m) {
   m.def("handlers", &handlers,
         "Target name -> {stage: capsule}, for jax.ffi.register_ffi_target on platform CUDA.");
+  m.def("load_ops", &load_ops, nb::arg("path"),
+        "Opens a library of custom ops and returns the targets that handlers() has gained. "
+        "RuntimeError if it does not fit this library.");
   m.def("types", &types,
         "Type name -> {type_id, type_info}, for jax.ffi.register_ffi_type, before the handlers.");
   m.def("build_info", &build_info, "What this library was built with.");

@@ -15,5 +15,8 @@ from pk_jax.collectives import psum_scatter as psum_scatter
 from pk_jax.collectives import ragged_all_to_all as ragged_all_to_all
 from pk_jax.config import Config as Config
 from pk_jax.config import use_config as use_config
+from pk_jax.custom_ops import call_op as call_op
+from pk_jax.custom_ops import get_include as get_include
+from pk_jax.custom_ops import load_ops as load_ops
 
 __version__ = "0.1.0"

@@ -149,6 +149,12 @@ def of_processes(devices: Sequence[Device]) -> list[Capability]:
     return [known[index] for index in indices]
 
 
+def renew() -> None:
+    """Lets this process describe itself again, unless others may have read what it said."""
+    if _compat.distributed_client() is None:
+        _records.clear()
+
+
 def describe(client: Any) -> Capability:
     """This process's record.
 

@@ -6,6 +6,7 @@ registrations until a backend is made, so importing pk_jax starts no backend.
 """
 
 import importlib
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -54,6 +55,25 @@ def cuda_runtime() -> tuple[int, ...] | None:
     if library is None:
         return None
     return tuple(int(part) for part in library.build_info()["cuda_runtime"].split("."))
+
+
+def load_ops(path: Path) -> tuple[str, ...]:
+    """Loads a library of custom ops and registers its handlers; returns the names of new ops.
+
+    Raises:
+        ImportError: the compiled library is missing, or does not take this one.
+    """
+    reason = why_missing()
+    if reason is not None:
+        raise ImportError(f"{path} has kernels for pk_jax, but {reason}")
+    try:
+        targets = library.load_ops(str(path))
+    except RuntimeError as error:
+        raise ImportError(str(error)) from error
+    stages = library.handlers()
+    for target in targets:
+        jax.ffi.register_ffi_target(target, stages[target], platform="CUDA")
+    return tuple(target.removeprefix("pk_jax_") for target in targets)
 
 
 def _load() -> tuple[ModuleType | None, Exception | None]:

@@ -191,7 +191,12 @@ def why_no_kernel(op: str, capabilities: Sequence[Capability]) -> str | None:
     for process in capabilities:
         if f"pk_jax_{_CALLS.get(op, op)}" not in process.handlers:
             where = f"process {process.index}: " if len(capabilities) > 1 else ""
-            return f"{where}the extension library has no kernel for {op}; rebuild pk_jax"
+            if op in (*OPS, "matmul"):
+                return f"{where}the extension library has no kernel for {op}; rebuild pk_jax"
+            return (
+                f"{where}no library with a kernel for {op} was loaded; call pk_jax.load_ops() in "
+                "every process before its first pk op is lowered"
+            )
     return None
 
 

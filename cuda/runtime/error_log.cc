@@ -17,6 +17,13 @@ struct Node {
 };
 std::atomic<Node*> records{nullptr};  // only ever grows at the front
 
+struct CustomName {
+  Op op;
+  std::string name;
+  CustomName* next;
+};
+std::atomic<CustomName*> custom_names{nullptr};  // likewise
+
 const char* name(Op op) {
   switch (op) {
     case Op::kAllGather:
@@ -32,7 +39,12 @@ const char* name(Op op) {
     case Op::kPsumScatter:
       return "psum_scatter";
     case Op::kNone:
+    case Op::kCustom:
       break;
+  }
+  for (const CustomName* known = custom_names.load(std::memory_order_acquire); known;
+       known = known->next) {
+    if (known->op == op) return known->name.c_str();
   }
   return "unknown op";
 }
@@ -107,6 +119,15 @@ ErrorRecord* new_error_record() {
   while (!records.compare_exchange_weak(node->next, node)) {
   }
   return node->record;
+}
+
+Op number_op(const std::string& name) {
+  static std::atomic<uint32_t> next{static_cast<uint32_t>(Op::kCustom)};
+  const Op op{next.fetch_add(1)};
+  CustomName* known = new CustomName{op, name, custom_names.load()};
+  while (!custom_names.compare_exchange_weak(known->next, known)) {
+  }
+  return op;
 }
 
 std::optional<std::string> error_text() {

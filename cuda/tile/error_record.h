@@ -16,6 +16,8 @@ enum class Op : uint32_t {
   kRaggedAllToAll = 4,
   kPsum = 5,
   kPsumScatter = 6,
+  // From here on: ops of other libraries, numbered as they are loaded.
+  kCustom = 1024,
 };
 
 // What a wait was for; the host turns it into words (runtime/error_log.cc).
