@@ -15,3 +15,11 @@ endforeach()
 add_library(pk_headers OBJECT ${PK_HEADER_SOURCES})
 target_include_directories(pk_headers SYSTEM PRIVATE "${PK_XLA_INCLUDE}" "${NB_DIR}/include" ${Python_INCLUDE_DIRS})
 target_link_libraries(pk_headers PRIVATE pk_tile)
+
+# The example of docs/write_a_kernel.md, from nothing but the headers as they are installed.
+add_custom_target(pk_example ALL VERBATIM
+  COMMAND "${CMAKE_COMMAND}" --install "${CMAKE_BINARY_DIR}" --component headers --prefix "${CMAKE_BINARY_DIR}/stage"
+  COMMAND "${CMAKE_COMMAND}" -E env "CUDACXX=${CMAKE_CUDA_COMPILER}" "${Python_EXECUTABLE}"
+          "${CMAKE_SOURCE_DIR}/examples/write_a_kernel/build.py"
+          --include "${CMAKE_BINARY_DIR}/stage/pk_jax/include" --include "${PK_XLA_INCLUDE}"
+          --output "${CMAKE_BINARY_DIR}/write_a_kernel")
