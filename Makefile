@@ -40,12 +40,12 @@ lint: tools ## the hooks: ruff, clang-format, pyright, text and config files
 
 format: tools ## let the formatters rewrite the sources
 	.venv/bin/ruff check --fix . && .venv/bin/ruff format .
-	find cuda ffi -name '*.cu' -o -name '*.cuh' -o -name '*.cc' -o -name '*.h' | xargs .venv/bin/clang-format -i
+	find cuda ffi examples -name '*.cu' -o -name '*.cuh' -o -name '*.cc' -o -name '*.h' | xargs .venv/bin/clang-format -i
 
 dev: ## .venv with an editable install that recompiles on import
 	@$(SETUP) dev) && echo "$$python"
 
-wheel: tools ## dist/*.whl with all kernels for sm_90a; every header compiled alone; no spills, nothing dropped
+wheel: tools ## dist/*.whl with all kernels for sm_90a; every header compiled alone, and the example; no spills, nothing dropped
 	rm -rf build/wheel dist
 	PIP_NO_COMPILE=1 .venv/bin/python -m pip wheel -q --no-deps -w dist . -C build-dir=build/wheel \
 		-C cmake.define.PK_JAX_CHECK_HEADERS=ON

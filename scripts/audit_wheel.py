@@ -17,6 +17,17 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULE = "pk_jax/_ffi.abi3.so"
 SUFFIXES = {".py", ".json"}
+INCLUDE = "pk_jax/include"
+# The headers that libraries of custom ops are built from; CopyEngine is code of the module itself.
+HEADERS = [
+    *(
+        path
+        for layer in ("tile", "mechanism", "schedule")
+        for path in (ROOT / "cuda" / layer).glob("*.*h")
+    ),
+    ROOT / "cuda/runtime/check.h",
+    *(ROOT / "ffi" / f"{name}.h" for name in ("attributes", "custom_op", "status")),
+]
 MAX_BYTES = 32 << 20
 # The CUDA driver is looked up at run time, and NCCL where JAX has loaded it: neither is linked.
 LINKED = re.compile(r"lib(c|m|dl|rt|pthread|gcc_s|stdc\+\+)\.so\.\d+|ld-linux-x86-64\.so\.2")
@@ -28,6 +39,12 @@ def readelf(option: str, path: Path) -> str:
     """Returns what readelf prints."""
     command = ["readelf", "--wide", option, str(path)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def shipped(header: Path) -> str:
+    """Returns where a wheel has a header: under the name by which others include it."""
+    root = ROOT if header.is_relative_to(ROOT / "ffi") else ROOT / "cuda"
+    return f"{INCLUDE}/{header.relative_to(root).as_posix()}"
 
 
 def audit_elf(path: Path) -> list[str]:
@@ -62,7 +79,8 @@ def audit(wheel: Path, pure: bool) -> list[str]:
         sizes = {entry.filename: entry.file_size for entry in archive.infolist()}
         info = f"pk_jax-{PROJECT['version']}.dist-info"
         wanted = {"pk_jax/__init__.py", "pk_jax/py.typed", f"{info}/licenses/LICENSE"}
-        compiled = {MODULE, "pk_jax/_ffi.pyi"}
+        headers = {shipped(path): path for path in HEADERS if "copy_engine" not in path.name}
+        compiled = {MODULE, "pk_jax/_ffi.pyi", *headers}
         problems += [
             f"lacks {name}"
             for name in sorted(wanted | (set() if pure else compiled))
@@ -88,6 +106,11 @@ def audit(wheel: Path, pure: bool) -> list[str]:
         problems += [f"would install {requirement}" for requirement in build_tools]
         if f"{info}/entry_points.txt" not in names:
             problems.append("has no pk-jax command")
+        problems += [
+            f"has another {name} than the sources"
+            for name in sorted(headers.keys() & names)
+            if archive.read(name) != headers[name].read_bytes()
+        ]
         if not pure and MODULE in names:
             with tempfile.TemporaryDirectory() as folder:
                 problems += audit_elf(Path(archive.extract(MODULE, folder)))

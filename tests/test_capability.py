@@ -396,3 +396,17 @@ def test_paths_on_gpus(library):
     rows = {row.op: row for row in _selection.paths(client.local_devices())}
     assert rows["all_gather"] == ("all_gather", "cuda", "")
     assert rows["psum"] == ("psum", "cuda", "")
+
+
+def test_ops_loaded_later_are_seen_in_a_run_of_one_process(library, monkeypatch):
+    client, names = Client(devices=(0, 1)), [*HANDLERS]
+    library.handlers = lambda: dict.fromkeys(names)
+    assert "was loaded" in decide(client, op="mine").reason
+    names.append("pk_jax_mine")
+    assert decide(client, op="mine").path == "reference"
+    monkeypatch.setattr(_capability._compat, "distributed_client", lambda: object())
+    _capability.renew()
+    monkeypatch.setattr(_capability._compat, "distributed_client", lambda: None)
+    assert decide(client, op="mine").path == "reference"  # other processes may have read the record
+    _capability.renew()
+    assert decide(client, op="mine").path == "cuda"

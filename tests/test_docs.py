@@ -43,7 +43,7 @@ def sources() -> str:
     """All code of the package; string literals that continue on the next line are joined."""
     text = "\n".join(
         path.read_text()
-        for folder in ("pk_jax", "cuda", "ffi", "tests", "benchmarks", "scripts")
+        for folder in ("pk_jax", "cuda", "ffi", "tests", "benchmarks", "examples", "scripts")
         for path in sorted((ROOT / folder).rglob("*"))
         if path.suffix in SOURCES and path.name != Path(__file__).name
     )

@@ -18,7 +18,7 @@ SOURCES = ("rms_norm_gather.cu", "rms_norm_gather.cc")
 def command(nvcc: str, includes: list[str], output: Path) -> list[str]:
     return [
         nvcc,
-        *("-std=c++20", "-O3", "-arch=sm_90a", "--expt-relaxed-constexpr"),
+        *("-std=c++20", "-O3", "-arch=sm_90a", "--expt-relaxed-constexpr", "-Xptxas=-warn-spills"),
         *("-shared", "-Xcompiler=-fPIC,-fvisibility=hidden"),
         *(word for folder in includes for word in ("-isystem", folder)),
         f"-L{Path(nvcc).resolve().parents[1] / 'lib'}",  # where PyPI's wheels have the CUDA runtime

@@ -38,7 +38,7 @@ __device__ float sum_of_squares(const Pack<T, kCount>* row, int64_t num_packs) {
 }
 
 template <typename T, int kCount>
-__global__ void __launch_bounds__(32 * kWarps)
+__global__ void __launch_bounds__(32 * kWarps, 1)
     rms_norm_gather(const __grid_constant__ pk::CommView comm,
                     const __grid_constant__ RmsNormGatherArgs args) {
   using Vector = Pack<T, kCount>;
