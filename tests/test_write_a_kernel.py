@@ -6,6 +6,7 @@ kernel runs in test_gpu_write_a_kernel.py.
 
 import ctypes
 import functools
+import os
 import re
 import shutil
 import subprocess
@@ -136,6 +137,21 @@ def test_under_scan_and_remat(op, mesh_of, per_rank):
     plain = functools.partial(kernel_example.module().reference, axis_name="x", eps=1e-6)
     want = per_rank(mesh, lambda x: f(x, lambda x: plain(x, jnp.ones(6))), x)
     np.testing.assert_array_equal(per_rank(mesh, f, x), want)
+
+
+def test_the_example_runs(tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "3"}
+    script = kernel_example.module().__file__
+    command = [sys.executable, "-W", "error", script]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "3 x cpu: reference",
+        "largest difference from the reference: 0.0e+00",
+    ]
 
 
 # What XLA gets
