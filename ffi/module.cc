@@ -20,7 +20,7 @@
 
 #include "ffi/call_site.h"
 #include "ffi/collectives.h"
-#include "ffi/custom_ops.h"
+#include "ffi/custom_op_loader.h"
 #include "ffi/matmul.h"
 #include "ffi/noop.h"
 #include "ffi/virtual_ranks_python.h"

@@ -1,17 +1,13 @@
-// pk_jax's side of custom_op.h.
-#include "ffi/custom_op.h"
+#include "ffi/custom_op_loader.h"
 
 #include <dlfcn.h>
 
-#include <map>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
-#include <string>
 #include <string_view>
-#include <vector>
 
-#include "ffi/custom_ops.h"
+#include "ffi/custom_op.h"
 #include "ffi/handler.h"
 #include "runtime/error_log.h"
 
