@@ -45,11 +45,12 @@ format: tools ## let the formatters rewrite the sources
 dev: ## .venv with an editable install that recompiles on import
 	@$(SETUP) dev) && echo "$$python"
 
-wheel: tools ## dist/*.whl with all kernels for sm_90a; every header compiled alone, and the example; no spills, nothing dropped
+wheel: tools ## dist/*.whl with all kernels for sm_90a; every header compiled alone, and the example; no spills, the SASS of matmul
 	rm -rf build/wheel dist
 	PIP_NO_COMPILE=1 .venv/bin/python -m pip wheel -q --no-deps -w dist . -C build-dir=build/wheel \
 		-C cmake.define.PK_JAX_CHECK_HEADERS=ON
 	.venv/bin/python scripts/check_kernels.py build/wheel --table
+	.venv/bin/python scripts/check_sass.py build/wheel
 
 audit: tools ## what the built wheel contains and links
 	.venv/bin/python scripts/audit_wheel.py dist/*.whl

@@ -34,6 +34,16 @@ class Kernel:
     spill_bytes: int = 0
 
 
+def logs(build_dir: Path) -> dict[str, Path]:
+    """Returns the logs of a build folder by source."""
+    found = {}
+    for log in sorted(build_dir.rglob("*.ptxas")):
+        source = log.as_posix().rpartition("pk_cuda.dir/")[2].removesuffix(".o.ptxas")
+        if (ROOT / source).exists():  # the log of one that was removed or renamed outlives it
+            found[source] = log
+    return found
+
+
 def parse_log(text: str) -> tuple[list[Kernel], list[str]]:
     """Returns the kernels of one log and its performance-loss lines."""
     kernels: list[Kernel] = []
@@ -75,10 +85,7 @@ def main() -> int:
 
     problems = []
     kernels: list[Kernel] = []
-    for log in sorted(args.build_dir.rglob("*.ptxas")):
-        source = log.as_posix().rpartition("pk_cuda.dir/")[2].removesuffix(".o.ptxas")
-        if not (ROOT / source).exists():
-            continue  # the log of a source that was removed or renamed outlives it
+    for source, log in logs(args.build_dir).items():
         found, losses = parse_log(log.read_text())
         problems += [f"{source}: {loss}" for loss in losses]
         kernels += found

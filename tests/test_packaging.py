@@ -9,6 +9,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import check_kernels
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -134,12 +135,6 @@ def test_a_missing_python_is_explained(tmp_path: Path):
 
 
 def test_kernel_check_finds_spills_and_dropped_instructions():
-    spec = importlib.util.spec_from_file_location(
-        "check_kernels", ROOT / "scripts/check_kernels.py"
-    )
-    check_kernels = importlib.util.module_from_spec(spec)
-    sys.modules["check_kernels"] = check_kernels
-    spec.loader.exec_module(check_kernels)
     kernels, losses = check_kernels.parse_log(
         "ptxas info    : (C7508) Potential Performance Loss: 'setmaxnreg' ignored; unable to ...\n"
         "ptxas info    : Compiling entry function '_Z1aPf' for 'sm_90a'\n"
