@@ -1,7 +1,8 @@
-"""Matrix products of one GPU: each plan of the kernel against XLA's dot, in one run.
+"""Matrix products of one GPU: each plan of the kernel against XLA's product, in one run.
 
 Products are checked against fp32 before anything is timed, on normal numbers. A chain takes several
-first operands in turn, so that a large one comes from memory as in a network.
+first operands in turn, so that a large one comes from memory as in a network. What products have in
+common is here, with the plain one; `grouped.py` has the one by groups of rows.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,33 +26,64 @@ DTYPE = jnp.bfloat16
 # The relative norm of what rounding the result does, with room.
 LIMIT = 4e-3
 MOST_CALLS = 60
+FEW_ROWS = 128
 CHAIN_US = 20e3
 EXPECTED_FLOPS = 650e12
 
 
+class Op(NamedTuple):
+    """A kind of product.
+
+    Attributes:
+        name: of the op; its custom call is named after it.
+        operands: case -> several first operands, and what the product takes besides.
+        plans_of: case -> the chosen plan, then the others; none where there are no kernels.
+        products: (case, plans, forced) -> the ways to make the product, by name.
+        label: a plan's name.
+        error: (case, result, first operand, the other ones) -> relative norm of its error.
+        about: case -> its shape, and what else its record says of it.
+    """
+
+    name: str
+    operands: Callable[[Any], tuple[list[jax.Array], Any]]
+    plans_of: Callable[[Any], list[Any]]
+    products: Callable[[Any, list[Any], bool], dict[str, Callable[[Any, Any], Any]]]
+    label: Callable[[Any], str]
+    error: Callable[[Any, Any, Any, Any], Any]
+    about: Callable[[Any], tuple[list[int], dict[str, Any]]]
+
+
 def run(
-    cases: Iterable[MatmulCase], method: harness.Method, stamp: dict[str, Any]
+    cases: Iterable[Any], method: harness.Method, stamp: dict[str, Any], op: Op | None = None
 ) -> Iterator[tuple[records.Record, list[str]]]:
     """Yields the record of each case, and what was wrong."""
     for case in cases:
-        yield run_case(case, method, stamp)
+        yield run_case(case, method, stamp, op)
 
 
 def run_case(
-    case: MatmulCase, method: harness.Method, stamp: dict[str, Any]
+    case: Any, method: harness.Method, stamp: dict[str, Any], op: Op | None = None
 ) -> tuple[records.Record, list[str]]:
-    """Checks and times one case: XLA's dot, the plan that the model chooses, and the others."""
-    firsts, second = operands(case)
+    """Checks and times one case: XLA's product, the plan that the model chooses, and the others."""
+    op = op or MATMUL
+    firsts, second = op.operands(case)
     programs: dict[str, timing.Program] = {}
     errors: dict[str, float] = {}
     failures, skipped = [], {}
-    plans = plans_of(case)
-    for name, product in products(case, plans, method.forced).items():
+    plans = op.plans_of(case)
+    for name, product in op.products(case, plans, method.forced).items():
         fn = jax.jit(functools.partial(chain, product, num_calls(case)))
-        compiled = fn.lower(firsts, second).compile()
+        try:
+            compiled = fn.lower(firsts, second).compile()
+            errors[name] = largest_error(op, case, compiled, firsts, second)
+        except jax.errors.JaxRuntimeError as error:
+            if name != "xla":
+                raise
+            # Not every size is one that XLA's grouped product has memory for.
+            skipped[name] = str(error).splitlines()[0]
+            continue
         if name != "xla" and plans:
-            timing.check_calls(compiled.as_text(), "pk_jax_matmul", num_calls(case))
-        errors[name] = largest_error(case, compiled, firsts, second)
+            timing.check_calls(compiled.as_text(), f"pk_jax_{op.name}", num_calls(case))
         if not errors[name] <= LIMIT:
             skipped[name] = f"refused: relative error {errors[name]:.2e}"
             failures.append(f"{case.name} {name}: relative error {errors[name]:.2e}")
@@ -59,27 +91,42 @@ def run_case(
         args = (firsts, second)
         programs[name] = timing.Program(compiled, args, num_calls(case), expected_us(case))
     times = timing.time_programs(programs, method.sample_ms, method.samples, method.budget_s)
-    return record(case, times, errors, plans, skipped, method, stamp), failures
+    return record(op, case, times, errors, plans, skipped, method, stamp), failures
 
 
-def operands(case: MatmulCase) -> tuple[list[jax.Array], jax.Array]:
-    """Several first operands, more than the L2 holds if they are large, and the second one."""
-    size = 2 * case.m * case.k
-    count = max(2, min(8, math.ceil((120 << 20) / size)))
-    *keys, last_key = jax.random.split(jax.random.key(0), count + 1)
-    shape = (case.k, case.m) if case.transpose_a else (case.m, case.k)
-    second = (case.n, case.k) if case.transpose_b else (case.k, case.n)
-    draw = jax.jit(lambda key, shape: jax.random.normal(key, shape, DTYPE), static_argnums=1)
-    return [draw(key, shape) for key in keys], draw(last_key, second)
+def operands(case: MatmulCase) -> tuple[list[tuple[jax.Array, jax.Array]], None]:
+    """Pairs of operands; of few rows, whose time is that of reading the second one, several."""
+    a = draw((case.k, case.m) if case.transpose_a else (case.m, case.k), seed=0)
+    b = draw((case.n, case.k) if case.transpose_b else (case.k, case.n), seed=1)
+    if case.m > FEW_ROWS:
+        del b[1:]
+    return [(a[i % len(a)], b[i % len(b)]) for i in range(max(len(a), len(b)))], None
+
+
+def draw(shape: tuple[int, ...], seed: int) -> list[jax.Array]:
+    """Several arrays of a shape, more than the L2 holds if they are large."""
+    count = max(2, min(8, math.ceil((120 << 20) / (2 * math.prod(shape)))))
+    return [draw_one(shape, seed * 8 + i) for i in range(count)]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def draw_one(shape: tuple[int, ...], seed: int) -> jax.Array:
+    """Normal numbers."""
+    return jax.random.normal(jax.random.key(seed), shape, DTYPE)
+
+
+def num_sms() -> int | None:
+    """Those of the GPU; None where there are no kernels."""
+    device = jax.devices()[0]
+    return hardware.lookup(device.device_kind).num_sms if device.platform == "gpu" else None
 
 
 def plans_of(case: MatmulCase) -> list[matmul_model.Plan]:
     """The chosen plan, then the others; none where there are no kernels."""
-    device = jax.devices()[0]
-    if device.platform != "gpu":
+    sms = num_sms()
+    if sms is None:
         return []
-    num_sms = hardware.lookup(device.device_kind).num_sms
-    sizes = (case.m, case.n, case.k, num_sms)
+    sizes = (case.m, case.n, case.k, sms)
     best = matmul_model.choose(*sizes)
     return [best, *(plan for plan in matmul_model.candidates(*sizes) if plan != best)]
 
@@ -89,11 +136,21 @@ def products(
 ) -> dict[str, Callable[[Any, Any], Any]]:
     """The ways to make the product, by name; "default" is what the model chooses."""
     params = {"transpose_a": case.transpose_a, "transpose_b": case.transpose_b, "dtype": DTYPE}
-    found = {"xla": functools.partial(reference.matmul, precision=None, **params)}
-    for i, plan in enumerate(plans if forced else plans[:1]):
-        found[label(plan) if i else "default"] = functools.partial(
-            primitive.call, plan=plan, **params | {"dtype": np.dtype(DTYPE)}
-        )
+
+    def xla(pair: Any, _: Any) -> Any:
+        return reference.matmul(*pair, precision=None, **params)
+
+    def call(pair: Any, _: Any, plan: matmul_model.Plan) -> Any:
+        return primitive.call(*pair, plan=plan, **params | {"dtype": np.dtype(DTYPE)})
+
+    return ways(xla, call, plans if forced else plans[:1], label)
+
+
+def ways(xla: Any, call: Any, plans: Iterable[Any], label: Callable[[Any], str]) -> dict[str, Any]:
+    """XLA's product, and the kernel by each plan, the first one as "default"."""
+    found = {"xla": xla}
+    for i, plan in enumerate(plans):
+        found[label(plan) if i else "default"] = functools.partial(call, plan=plan)
     return found
 
 
@@ -102,12 +159,12 @@ def label(plan: matmul_model.Plan) -> str:
     return plan.tile + (f"/{plan.split_tiles}by{plan.split}" if plan.split_tiles else "")
 
 
-def num_calls(case: MatmulCase) -> int:
+def num_calls(case: Any) -> int:
     """As many as take 20 ms, 8 to 60."""
     return max(8, min(MOST_CALLS, math.ceil(CHAIN_US / expected_us(case))))
 
 
-def expected_us(case: MatmulCase) -> float:
+def expected_us(case: Any) -> float:
     """A rough time of a call."""
     return 4.0 + 2 * case.m * case.n * case.k / EXPECTED_FLOPS * 1e6
 
@@ -117,30 +174,40 @@ def chain(product: Any, count: int, firsts: list[Any], second: Any) -> Any:
     return timing.chain(lambda first: product(first, second), count, firsts)
 
 
-def largest_error(case: MatmulCase, compiled: Any, firsts: list[Any], second: Any) -> float:
+def largest_error(op: Op, case: Any, compiled: Any, firsts: list[Any], second: Any) -> float:
     """The relative norm of the error of a chain's last result, each first operand last in turn."""
     found = []
     for i in range(len(firsts)):
         turned = firsts[i:] + firsts[:i]
         first = turned[(num_calls(case) - 1) % len(turned)]
         result = compiled(turned, second)
-        found.append(float(_error(result, first, second, case.transpose_a, case.transpose_b)))
+        found.append(float(op.error(case, result, first, second)))
     return max(found, key=lambda error: math.inf if math.isnan(error) else error)
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4))
-def _error(result: Any, first: Any, second: Any, transpose_a: bool, transpose_b: bool) -> Any:
-    a, b = (x.astype(jnp.float32) for x in (first, second))
-    a, b = a.T if transpose_a else a, b.T if transpose_b else b
+@functools.partial(jax.jit, static_argnums=0)
+def error(case: MatmulCase, result: Any, pair: Any, _: Any) -> Any:
+    """The relative norm of what a result differs by from the product in fp32."""
+    a, b = (x.astype(jnp.float32) for x in pair)
+    a, b = a.T if case.transpose_a else a, b.T if case.transpose_b else b
     want = jnp.matmul(a, b, precision="highest")
     return jnp.linalg.norm(result.astype(jnp.float32) - want) / jnp.linalg.norm(want)
 
 
+def about(case: MatmulCase) -> tuple[list[int], dict[str, Any]]:
+    """What a record says of a case."""
+    return [case.m, case.n, case.k], {"transposed": [case.transpose_a, case.transpose_b]}
+
+
+MATMUL = Op("matmul", operands, plans_of, products, label, error, about)
+
+
 def record(
-    case: MatmulCase,
+    op: Op,
+    case: Any,
     times: dict[str, timing.Timing],
     errors: dict[str, float],
-    plans: list[matmul_model.Plan],
+    plans: list[Any],
     skipped: dict[str, str],
     method: harness.Method,
     stamp: dict[str, Any],
@@ -148,14 +215,15 @@ def record(
     """The record of a case; its bound is XLA's time, so that a ratio below 1 is faster."""
     ours, xla = times.get("default"), times.get("xla")
     flops = 2 * case.m * case.n * case.k
+    shape, more = op.about(case)
     return records.Record(
         id=case.name,
-        op="matmul",
+        op=op.name,
         ranks=1,
         processes=1,
         dtype=jnp.dtype(DTYPE).name,
-        shape=[case.m, case.n, case.k],
-        config={"plan": label(plans[0])} if plans else None,
+        shape=shape,
+        config={"plan": op.label(plans[0])} if plans else None,
         median_us=ours.median if ours else None,
         p10_us=ours.p10 if ours else None,
         p90_us=ours.p90 if ours else None,
@@ -164,17 +232,18 @@ def record(
         ratio=ours.median / xla.median if ours and xla else None,
         tflops=flops / ours.median / 1e6 if ours else None,
         baselines={"xla": xla.median} if xla else {},
+        speedup=xla.median / ours.median if ours and xla else None,
         candidates={k: t.median for k, t in times.items() if k not in ("default", "xla")},
         max_rel_err=errors.get("default"),
         sms=plans[0].num_blocks if plans else None,
-        extra_bytes=plans[0].scratch_bytes if plans else None,
+        extra_bytes=0 if plans else None,
         skipped=skipped,
         method={
             "calls": num_calls(case),
             "sample_ms": method.sample_ms,
             "samples": {k: t.samples for k, t in times.items()},
             "p10_p90": {k: [t.p10, t.p90] for k, t in times.items()},
-            "transposed": [case.transpose_a, case.transpose_b],
-        },
+        }
+        | more,
         **stamp,
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import pathlib
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
 
@@ -21,6 +22,7 @@ from pk_jax._bench.plot import bytes_text, link_bytes, vendor_us
 from pk_jax._tuning.collective_cases import COLLECTIVES, PREFIXES, CollectiveCase
 
 PAGES = ("README.md", "docs/benchmarks.md")
+PRODUCTS = ("matmul", "ragged_dot")
 IMAGE = "docs/images/collectives.png"
 Rows = dict[tuple[str, int, int], records.Record]
 
@@ -201,11 +203,44 @@ def mixed(rows: Rows) -> str:
     return "\n".join(lines)
 
 
+# Matrix products
+
+
+def products(rows: Rows) -> str:
+    """A row for every product, against XLA's, with how much faster they are in the mean."""
+    found = [row for row in rows.values() if row.op in PRODUCTS and row.median_us]
+    if not found:
+        return ""
+    lines = [
+        "| product | plan | pk, us | TFLOP/s | XLA, us | speed-up |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in found:
+        plan = (row.config or {}).get("plan", "")
+        speedup = f"{row.speedup:.2f}x" if row.speedup else ""
+        cells = (row.id, plan, number(row.median_us), number(row.tflops), number(vendor_us(row)))
+        lines.append(f"| {' | '.join((*cells, speedup))} |")
+    speedups = [row.speedup for row in found if row.speedup]
+    newest = max(found, key=lambda row: row.date or "")
+    commits = ", ".join(sorted({(row.commit or "unknown")[:7] for row in found}))
+    mean = f" Geometric mean {statistics.geometric_mean(speedups):.3f}x." if speedups else ""
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"{newest.gpu}, driver {newest.driver}, CUDA {newest.cuda}, jax {newest.jax}, commit "
+            f"{commits}, {(newest.date or '')[:10]}: `python benchmarks/run.py --op matmul` and "
+            f"`--op ragged_dot`. Medians, random bfloat16, XLA in the same run.{mean}",
+        ]
+    )
+
+
 SECTIONS: dict[str, Callable[[Rows], str]] = {
     "collectives": collectives,
     "targets": targets,
     "layouts": layouts,
     "mixed": mixed,
+    "products": products,
 }
 
 
@@ -216,11 +251,11 @@ def number(value: float | None) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def newest_box(results: pathlib.Path) -> pathlib.Path | None:
-    """The folder of the GPU box with the newest record of a collective."""
+def newest_box(results: pathlib.Path, ops: Iterable[str]) -> pathlib.Path | None:
+    """The folder of the GPU box with the newest record of one of the ops."""
 
     def newest(box: pathlib.Path) -> str:
-        rows = [r for op in PREFIXES for r in records.load(box / f"{op}.jsonl")]
+        rows = [r for op in ops for r in records.load(box / f"{op}.jsonl")]
         return max((r.date or "" for r in rows), default="")
 
     boxes = [b for b in results.glob("*") if b.is_dir() and not b.name.startswith("cpu")]
@@ -228,11 +263,9 @@ def newest_box(results: pathlib.Path) -> pathlib.Path | None:
     return found if found is not None and newest(found) else None
 
 
-def rows_of(box: pathlib.Path) -> Rows:
-    """All records of collectives of a box, by case, ranks and processes."""
-    found: Iterable[records.Record] = (
-        row for op in (*PREFIXES, "mixed") for row in records.load(box / f"{op}.jsonl")
-    )
+def rows_of(box: pathlib.Path | None, ops: Iterable[str]) -> Rows:
+    """All records of some ops of a box, by case, ranks and processes."""
+    found = (row for op in ops for row in (records.load(box / f"{op}.jsonl") if box else ()))
     return {row.key: row for row in found}
 
 
@@ -244,17 +277,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=pathlib.Path, default=checkout.RESULTS)
     parser.add_argument("--root", type=pathlib.Path, default=checkout.ROOT, help="of the pages")
     args = parser.parse_args(argv)
-    box = newest_box(args.results)
+    box = newest_box(args.results, PREFIXES)
     if box is None:
         print(f"no records of collectives under {args.results}", file=sys.stderr)
         return 1
-    rows = rows_of(box)
+    rows = rows_of(box, (*PREFIXES, "mixed"))
+    shown = rows | rows_of(newest_box(args.results, PRODUCTS), PRODUCTS)
     differ = False
     for page in [args.root / name for name in PAGES]:
         old = new = page.read_text()
         for name, section in SECTIONS.items():
             if f"bench:{name} -->" in old:
-                new = replace_marked(new, name, section(rows))
+                new = replace_marked(new, name, section(shown))
         if not args.check:
             page.write_text(new)
         elif new != old:

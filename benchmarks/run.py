@@ -6,6 +6,7 @@
     python benchmarks/run.py --op all_gather --processes 2
     python benchmarks/run.py --op mixed                        # beside a GEMM and NCCL in one jit
     python benchmarks/run.py --op matmul --cases plain         # each plan against XLA, one GPU
+    python benchmarks/run.py --op ragged_dot                   # the same, by groups of rows
     python benchmarks/run.py --op host_cost
     python benchmarks/run.py --op first_use
 
@@ -41,7 +42,8 @@ COLLECTIVES = (
     "ragged_all_to_all",
 )
 ALL_COLLECTIVES = "collectives"
-SPECIAL = ("host_cost", "first_use", "mixed", "matmul")
+PRODUCTS = ("matmul", "ragged_dot")  # of one device, whatever the machine has
+SPECIAL = ("host_cost", "first_use", "mixed", *PRODUCTS)
 FIRST_USE_ORDERS = ("lax", "lax+pk", "pk")
 # A sample is many calls: 20 of them hold at least 160.
 MIN_SAMPLES = 20
@@ -114,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     launch.join(args.job_address, args.job_size or 1, args.job_rank or 0, args.devices_per_process)
     try:
-        if num_devices() < 2 and args.op != ["matmul"]:
+        if num_devices() < 2 and args.op[0] not in PRODUCTS:
             raise NotImplementedError(f"it needs two devices or more, found {num_devices()}")
         if args.mixed_op:
             return mixed_child(args)
@@ -179,17 +181,26 @@ def results_of(args: argparse.Namespace) -> Iterator[tuple[Any, list[str]]]:
     method = harness.Method(sample_ms(args), args.samples, not args.only_default)
     if args.op == ["host_cost"]:
         return calls.host_cost(mesh, method, stamp)
-    if args.op == ["matmul"]:
-        import products
-
-        from pk_jax._tuning.matmul_cases import MATMULS
-
-        words = set(args.cases or ())
-        chosen = [c for c in MATMULS if not words or c.tags & words or c.name in words]
-        if not chosen:
-            sys.exit(f"no case matches {args.cases}; they are {', '.join(c.name for c in MATMULS)}")
-        return products.run(chosen, method, stamp)
+    if args.op[0] in PRODUCTS:
+        return product_results(args.op[0], args.cases, method, stamp)
     return harness.run(mesh, select(args.op, args.cases, args.quick), method, stamp)
+
+
+def product_results(
+    op: str, words: Sequence[str] | None, method: Any, stamp: Any
+) -> Iterator[tuple[Any, list[str]]]:
+    """Yields the records of matrix products."""
+    import grouped
+    import products
+
+    from pk_jax._tuning.matmul_cases import GROUPED, MATMULS
+
+    ops = {"matmul": (products.MATMUL, MATMULS), "ragged_dot": (grouped.RAGGED_DOT, GROUPED)}
+    kind, cases = ops[op]
+    chosen = [c for c in cases if not words or c.tags & set(words) or c.name in words]
+    if not chosen:
+        sys.exit(f"no case matches {words}; they are {', '.join(c.name for c in cases)}")
+    return products.run(chosen, method, stamp, kind)
 
 
 def select(ops: Sequence[str], words: Sequence[str] | None, quick: bool) -> list[Any]:
@@ -216,8 +227,7 @@ def output_root(args: argparse.Namespace) -> pathlib.Path | None:
     device = jax.devices()[0]
     if args.out is None and (device.platform != "gpu" or args.samples < MIN_SAMPLES):
         return None
-    # A product knows one device, whatever the machine has.
-    count = 1 if args.op == ["matmul"] else jax.device_count()
+    count = 1 if args.op[0] in PRODUCTS else jax.device_count()
     box = records.box_name(device.device_kind, device.platform, count)
     return (args.out or checkout.RESULTS) / box
 

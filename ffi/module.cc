@@ -23,6 +23,7 @@
 #include "ffi/custom_op_loader.h"
 #include "ffi/matmul.h"
 #include "ffi/noop.h"
+#include "ffi/ragged_dot.h"
 #include "ffi/virtual_ranks_python.h"
 #include "mechanism/copy_engine.h"
 #include "runtime/error_log.h"
@@ -66,6 +67,10 @@ nb::dict handlers() {
   matmul["initialize"] = handler(pk::pk_matmul_initialize);
   matmul["execute"] = handler(pk::pk_matmul_execute);
   all["pk_jax_matmul"] = matmul;
+  nb::dict ragged_dot;
+  ragged_dot["initialize"] = handler(pk::pk_ragged_dot_initialize);
+  ragged_dot["execute"] = handler(pk::pk_ragged_dot_execute);
+  all["pk_jax_ragged_dot"] = ragged_dot;
   nb::dict noop;
   noop["execute"] = handler(pk::pk_noop_execute);
   all["pk_jax_noop"] = noop;
@@ -210,13 +215,13 @@ std::vector<std::array<int64_t, 4>> tiles_of(const pk::RowTiles& walk) {
   return out;
 }
 
-// (m, n, first step, last step + 1) of each part of each worker, in its order.
+// (m, n, first step, last step + 1) of each part of each block, in its order.
 std::vector<std::vector<std::array<int, 4>>> parts_of(const pk::MatmulWalk& walk) {
-  std::vector<std::vector<std::array<int, 4>>> out(walk.num_workers);
-  for (int worker = 0; worker < walk.num_workers; ++worker) {
-    for (int i = 0; i < walk.num_parts(worker); ++i) {
-      const pk::MatmulWalk::Part part = walk.part(worker, i);
-      out[worker].push_back({part.m, part.n, part.begin, part.end});
+  std::vector<std::vector<std::array<int, 4>>> out(walk.num_blocks);
+  for (int block = 0; block < walk.num_blocks; ++block) {
+    for (int i = 0; i < walk.num_parts(block); ++i) {
+      const pk::MatmulWalk::Part part = walk.part(block, i);
+      out[block].push_back({part.m, part.n, part.begin, part.begin + part.num_steps});
     }
   }
   return out;
@@ -258,14 +263,14 @@ NB_MODULE(_ffi, m) {
       nb::arg("rows"), nb::arg("inner"), "The same for the copy engine's chunks.");
   m.def(
       "matmul_walk",
-      [](int num_m, int num_n, int num_steps, int num_workers, int split_tiles, int split,
+      [](int num_m, int num_n, int num_steps, int num_blocks, int split_tiles, int split,
          int band_rows, int first_m) {
         return parts_of(
-            {num_m, num_n, num_steps, num_workers, split_tiles, split, band_rows, first_m});
+            {num_m, num_n, num_steps, num_blocks, split_tiles, split, band_rows, first_m});
       },
-      nb::arg("num_m"), nb::arg("num_n"), nb::arg("num_steps"), nb::arg("num_workers"),
+      nb::arg("num_m"), nb::arg("num_n"), nb::arg("num_steps"), nb::arg("num_blocks"),
       nb::arg("split_tiles") = 0, nb::arg("split") = 1, nb::arg("band_rows") = 16,
       nb::arg("first_m") = 0,
-      "The walk of a matrix product: (m, n, first step, end) of each worker's parts, in its "
+      "The walk of a matrix product: (m, n, first step, end) of each block's parts, in its "
       "order.");
 }

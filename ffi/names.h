@@ -41,10 +41,11 @@ inline Algorithm algorithm_from(std::string_view algorithm) {
 
 inline MatmulTile matmul_tile_from(std::string_view name) {
   if (name == "128x256") return MatmulTile::k128x256;
-  if (name == "2x128x256") return MatmulTile::k2x128x256;
   if (name == "128x128") return MatmulTile::k128x128;
   if (name == "64x256") return MatmulTile::k64x256;
-  throw Error("tile must be \"128x256\", \"2x128x256\", \"128x128\" or \"64x256\", not \"" +
+  if (name == "64x128") return MatmulTile::k64x128;
+  if (name == "64x64") return MatmulTile::k64x64;
+  throw Error("tile must be \"128x256\", \"128x128\", \"64x256\", \"64x128\" or \"64x64\", not \"" +
               std::string(name) + "\"");
 }
 

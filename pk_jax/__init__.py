@@ -18,5 +18,6 @@ from pk_jax.config import use_config as use_config
 from pk_jax.custom_ops import call_op as call_op
 from pk_jax.custom_ops import get_include as get_include
 from pk_jax.custom_ops import load_ops as load_ops
+from pk_jax.grouped_matmul import ragged_dot as ragged_dot
 
 __version__ = "0.1.0"

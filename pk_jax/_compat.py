@@ -15,6 +15,7 @@ from jax._src import dispatch as _dispatch
 from jax._src import distributed as _distributed
 from jax._src import dtypes as _dtypes
 from jax._src.interpreters import pxla as _pxla
+from jax._src.lax import lax as _lax
 from jax._src.lax import parallel as _parallel
 from jax._src.sharding_impls import SPMDAxisContext as _SPMDAxisContext
 
@@ -34,6 +35,7 @@ pmin_p: Any = _parallel.pmin_p
 all_to_all_p: Any = _parallel.all_to_all_p
 ppermute_p: Any = _parallel.ppermute_p
 ragged_all_to_all_p: Any = _parallel.ragged_all_to_all_p
+ragged_dot_general_p: Any = _lax.ragged_dot_general_p
 
 
 # jax.lax's own collectives. pk_jax.jax_collectives() replaces the names in jax.lax, and what stands
@@ -131,6 +133,11 @@ def mesh_devices(ctx: Any) -> list[Device] | None:
 def vary_as_operands(*xs: Any) -> list[Any]:
     """The operands of one op without axes, cast to vary alike just as those of lax's ops are."""
     return list(_core.auto_insert_reshard(*xs))
+
+
+def canonicalize_precision(precision: Any) -> Any:
+    """A precision as lax's products keep it; None is the default that holds where it is called."""
+    return _lax.canonicalize_precision(precision)
 
 
 def run_eagerly(primitive: Any, *operands: Any, **params: Any) -> Any:

@@ -40,6 +40,7 @@ HIERARCHICAL_OPS = ("all_gather", "psum", "pmax", "pmin", "pmean", "psum_scatter
 # The ops that do arithmetic. A pmean is a psum.
 _SUMS = ("psum", "pmean", "psum_scatter")
 _REDUCTIONS = (*_SUMS, "pmax", "pmin")
+_PRODUCTS = ("matmul", "ragged_dot")
 
 # The ops that are another's custom call.
 _CALLS: dict[str, str] = dict.fromkeys(("pmax", "pmin", "pmean"), "psum")
@@ -132,10 +133,10 @@ def why_not_dtype(dtype: Any, op: str | None = None) -> str | None:
         return f"dtype {dtype} is an extended dtype, and only plain elements are moved"
     if _compat.bits_per_element(dtype) < 8:
         return f"dtype {dtype} is smaller than a byte, and only whole bytes are moved"
-    if op == "matmul":
+    if op in _PRODUCTS:
         if dtype.name in _HALVES:
             return None
-        return f"dtype {dtype} has no CUDA matmul; the kernels multiply {_HALVES}"
+        return f"dtype {dtype} has no CUDA {op}; the kernels multiply {_HALVES}"
     if op not in _REDUCTIONS or jnp.issubdtype(dtype, jnp.integer) or dtype.name in _FLOATS:
         return None
     if op in _SUMS:
@@ -273,10 +274,10 @@ def why_platform(op: str, *platforms: str) -> str:
     )
 
 
-def why_mixed(x: Any, w: Any, out: Any) -> str:
+def why_mixed(op: str, x: Any, w: Any, out: Any) -> str:
     """What to say of a product whose dtypes the kernels do not combine."""
     return (
-        f"{x} times {w} to {out} has no CUDA matmul; the kernels multiply two of {_HALVES} alike, "
+        f"{x} times {w} to {out} has no CUDA {op}; the kernels multiply two of {_HALVES} alike, "
         "to the same or to float32"
     )
 
@@ -307,6 +308,10 @@ _HALVES = ("float16", "bfloat16")
 SLOWER = (
     "the kernels are not as fast as XLA's product at every shape yet; implementation='cuda', or a "
     "tile, runs them"
+)
+MAPPED = (
+    "a map over all operands is one batched product, for which there are no kernels; jax.lax.map "
+    "runs them one by one"
 )
 NAMED = (
     "the operands' types name mesh axes, which folding their dimensions into rows would lose; call "

@@ -10,6 +10,7 @@ from jax import lax
 
 from pk_jax import config as _config
 from pk_jax._primitives import matmul as _matmul
+from pk_jax._primitives import product_checks
 from pk_jax._primitives.rules import fall_back
 from pk_jax._reference import matmul as reference
 from pk_jax._selection import Decision
@@ -40,8 +41,8 @@ def matmul(
             of that dtype or float32, Hopper GPUs; where it cannot run the reason is a
             NotImplementedError. "reference" is ``jax.lax.dot_general``. None is that too, as long
             as the kernel is not as fast at every shape, unless a tile is asked for.
-        config: the knob ``tile``: rows and columns of the result that a worker makes at a time,
-            (128, 256), (256, 256) by two thread blocks, (128, 128) or (64, 256).
+        config: the knob ``tile``: rows and columns of the result that a block makes at a time,
+            (128, 256), (128, 128), (64, 256), (64, 128) or (64, 64).
 
     Returns:
         [..., n].
@@ -60,7 +61,7 @@ def matmul(
     _config.check_implementation(op, implementation)
     resolved = _config.resolve(op, config)
     for name, operand in (("x", x), ("w", w)):
-        _check_operand(op, name, operand)
+        product_checks.check_operand(op, name, operand)
     if np.ndim(x) < 1 or np.ndim(w) != 2:
         raise ValueError(
             f"{op}: x must be [..., k] and w [k, n], got shapes {x.shape} and {w.shape}; reshape "
@@ -72,7 +73,7 @@ def matmul(
             f"w, {w.shape[0]} of {w.shape}; transpose or slice one of them"
         )
     common = jnp.result_type(x, w)
-    dtype = _result_dtype(op, common, preferred_element_type)
+    dtype = product_checks.result_dtype(op, common, preferred_element_type)
     x, w = (lax.convert_element_type(operand, common) for operand in (x, w))
     partitioned = _matmul.why_partitioned(x, w)
     if partitioned is not None:
@@ -90,30 +91,3 @@ def matmul(
         config=resolved,
     )
     return product if len(leading) == 1 else lax.reshape(product, (*leading, w.shape[1]))
-
-
-def _check_operand(op: str, name: str, operand: Any) -> None:
-    if not isinstance(operand, (jax.Array, np.ndarray)):
-        raise TypeError(
-            f"{op}: {name} must be an array, got {operand!r} of type {type(operand).__name__}"
-        )
-    dtype = operand.dtype
-    if not jnp.issubdtype(dtype, jnp.number) and dtype != jnp.bool_:
-        raise TypeError(f"{op}: {name} must hold numbers, got dtype {dtype}; convert it first")
-
-
-def _result_dtype(op: str, common: Any, preferred: Any) -> Any:
-    if preferred is None:
-        return common
-    what = f"{op}: preferred_element_type={preferred!r}"
-    try:
-        dtype = jax.dtypes.canonicalize_dtype(preferred)
-    except TypeError:
-        raise TypeError(f"{what} must be a dtype or None") from None
-    problem = _matmul.why_not_dtypes(common, dtype)
-    if problem is not None:
-        raise TypeError(
-            f"{what} does not go with operands of dtype {common}: {problem} Convert the operands "
-            "or the result instead"
-        )
-    return dtype

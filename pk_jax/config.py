@@ -112,7 +112,7 @@ _KNOBS: dict[str, dict[str, Any]] = {
     for op in ("all_gather", "all_to_all", "ppermute")
 }
 _KNOBS |= {op: {"num_comm_sms": _SMS} for op in ("psum", "pmax", "pmin", "pmean", "psum_scatter")}
-_KNOBS["matmul"] = {"tile": matmul_model.SHAPES}
+_KNOBS |= {op: {"tile": matmul_model.SHAPES} for op in ("matmul", "ragged_dot")}
 _KNOBS["ragged_all_to_all"] = {"mechanism": ("register",), "num_comm_sms": _SMS}
 
 

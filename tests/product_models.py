@@ -1,5 +1,6 @@
 """What the tests of products share: operands, the lax op to compare with, the comparison."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -31,3 +32,34 @@ def check_equal(got, want, **tolerance):
     np.testing.assert_allclose(
         np.asarray(got).astype(exact), np.asarray(want).astype(exact), **tolerance
     )
+
+
+def grouped(lhs, rhs, sizes):
+    """The grouped product by a loop over groups, in double precision."""
+    lhs, rhs = (np.asarray(x).astype(np.complex128) for x in (lhs, rhs))
+    out = np.zeros((len(lhs), rhs.shape[2]), np.complex128)
+    first = 0
+    for matrix, size in zip(rhs, sizes, strict=True):
+        out[first : first + size] = lhs[first : first + size] @ matrix
+        first += size
+    return out
+
+
+def grouped_contract(lhs, rhs, sizes):
+    """The products over the rows of each group, in double precision."""
+    lhs, rhs = (np.asarray(x).astype(np.complex128) for x in (lhs, rhs))
+    ends = np.cumsum(sizes)
+    return np.stack([lhs[e - s : e].T @ rhs[e - s : e] for e, s in zip(ends, sizes, strict=True)])
+
+
+def compiled(f, *args):
+    """A program of many products on a GPU, with the first algorithm at hand for XLA's."""
+    return jax.jit(f).lower(*args).compile(compiler_options={"xla_gpu_autotune_level": 0})
+
+
+def poison(results):
+    """Fills the memory in which results of these types will lie with NaN."""
+    arrays = [jnp.full(x.shape, jnp.nan, x.dtype) for x in results]
+    jax.block_until_ready(arrays)
+    for array in arrays:
+        array.delete()

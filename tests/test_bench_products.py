@@ -6,18 +6,21 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
 pytest.importorskip("products", reason="needs the checkout, not just the tests")
 
+import grouped
 import products
 
 from pk_jax._bench import harness
-from pk_jax._tuning import matmul_model
-from pk_jax._tuning.matmul_cases import MATMULS, MatmulCase
+from pk_jax._tuning import matmul_model, ragged_dot_model
+from pk_jax._tuning.matmul_cases import GROUPED, MATMULS, GroupedCase, MatmulCase
 
 TINY = MatmulCase("mm-tiny", 24, 16, 40)
+TINY_GROUPS = GroupedCase("gmm-tiny", 48, 16, 40, 10, "half-empty")
 ONCE = harness.Method(sample_ms=0.0, samples=2, forced=True)
 
 
@@ -56,6 +59,65 @@ def test_all_plans_are_timed_and_the_chosen_one_is_the_default(monkeypatch):
 
 
 def test_the_chain_makes_every_product():
-    firsts, second = products.operands(TINY)
-    fn = jax.jit(lambda firsts, b: products.chain(jnp.matmul, 7, firsts, b))
-    assert fn.lower(firsts, second).as_text().count("dot_general") == 7
+    pairs, other = products.operands(TINY)
+    product = products.products(TINY, [], forced=False)["xla"]
+    fn = jax.jit(lambda pairs: products.chain(product, 7, pairs, other))
+    assert fn.lower(pairs).as_text().count("dot_general") == 7
+
+
+def test_cases_of_groups():
+    assert [case.name for case in GROUPED] == ["gmm-dsv3", "gmm-dsv3-zipf", "gmm-dsv3-half-empty"]
+    sizes = [np.array(grouped.group_sizes(case)) for case in GROUPED]
+    for case, found in zip(GROUPED, sizes, strict=True):
+        assert len(found) == 128 and found.sum() == case.m
+        checked = grouped.checked(case)
+        assert len(set(checked)) == 6 and found[checked].min() > 0
+        assert found[checked[0]] == found.max()
+    uniform, zipf, half = sizes
+    assert uniform.min() > 180 and uniform.max() < 330
+    assert 5500 < zipf.max() < 6500 and zipf.argmax() > 0
+    assert (half == 0).sum() == 64
+
+
+@pytest.mark.parametrize("sizes", ["uniform", "zipf", "half-empty"])
+def test_a_case_of_groups(sizes):
+    case = dataclasses.replace(TINY_GROUPS, sizes=sizes)
+    record, failures = products.run_case(case, ONCE, {}, grouped.RAGGED_DOT)
+    assert not failures and not record.skipped
+    assert record.op == "ragged_dot" and record.shape == [48, 16, 40, 10]
+    assert record.baselines["xla"] == record.bound_us > 0 and record.median_us is None
+    assert record.method["sizes"] == sizes and record.method["checked_groups"] > 1
+
+
+def test_a_wrong_group_gets_no_time(monkeypatch):
+    """The largest group by another's matrix; a NaN in a group that is not compared."""
+    right = grouped.reference.ragged_dot
+    case = dataclasses.replace(TINY_GROUPS, sizes="uniform")
+    sizes = grouped.group_sizes(case)
+    unchecked = next(i for i in range(10) if i not in grouped.checked(case) and sizes[i])
+    row = sum(sizes[:unchecked])
+    for wrong in (
+        lambda lhs, rhs, *xs, **kws: right(lhs, jnp.roll(rhs, 1, 0), *xs, **kws),
+        lambda *xs, **kws: right(*xs, **kws).at[row, 3].set(jnp.nan),
+    ):
+        monkeypatch.setattr(grouped.reference, "ragged_dot", wrong)
+        record, failures = products.run_case(case, ONCE, {}, grouped.RAGGED_DOT)
+        assert len(failures) == 1 and "relative error" in failures[0]
+        assert "xla" in record.skipped and not record.baselines
+
+
+def test_a_product_that_xla_has_no_memory_for(monkeypatch):
+    def fail(*_, **__):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: too large\nmore")
+
+    monkeypatch.setattr(products, "largest_error", fail)
+    record, failures = products.run_case(TINY_GROUPS, ONCE, {}, grouped.RAGGED_DOT)
+    assert not failures and record.skipped == {"xla": "RESOURCE_EXHAUSTED: too large"}
+
+
+def test_plans_of_groups():
+    best = ragged_dot_model.choose(32768, 128, 132)
+    plans = [best, *(p for p in ragged_dot_model.candidates(132) if p != best)]
+    found = grouped.ways(GROUPED[0], plans, True)
+    assert list(found) == ["xla", "default", "128x128", "64x256", "64x128", "64x64"]
+    assert list(grouped.ways(GROUPED[0], plans, False)) == ["xla", "default"]

@@ -273,6 +273,18 @@ def test_each_section_stands_on_a_page():
         assert text.count(f"<!-- bench:{name} -->") == 1
 
 
+def test_report_of_products():
+    row = records.Record(
+        id="mm-8x8x8", op="matmul", ranks=1, processes=1, median_us=10.0, tflops=1.5,
+        baselines={"xla": 12.0}, speedup=1.2, config={"plan": "64x64"},
+        commit="0123456789", date="2026-01-02",
+    )  # fmt: skip
+    text = report.products({row.key: row})
+    assert "| mm-8x8x8 | 64x64 | 10 | 1.5 | 12 | 1.20x |" in text
+    assert "Geometric mean 1.200x" in text and "commit 0123456," in text
+    assert report.products({}) == ""
+
+
 def test_report_without_records(tmp_path, capsys):
     assert report.main(["--results", str(tmp_path)]) == 1
     assert "no records" in capsys.readouterr().err

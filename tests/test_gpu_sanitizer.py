@@ -1,8 +1,10 @@
 """compute-sanitizer over small cases of every path: no stray access, no shared-memory race.
 
-Each run is a process of its own, on virtual ranks, so that the tool sees our kernels and not XLA's.
+Each run is a process of its own: collectives on virtual ranks, so that the tool sees our kernels
+and no others; products by XLA, every buffer an allocation of its own.
 """
 
+import os
 import shutil
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from racecheck import unexpected
 
 pytestmark = pytest.mark.needs_gpus(1)
 
-PROGRAM = """
+COLLECTIVES = """
     import numpy as np
     from pk_jax import _ffi
     ranks = _ffi.VirtualRanks(2, list(range(len(_ffi.topology()["devices"]))), 120.0)
@@ -69,22 +71,50 @@ PROGRAM = """
 """
 
 
-def _run(tool, *options):
+PRODUCTS = """
+    import itertools, jax, numpy as np
+    from pk_jax._primitives import matmul
+    from pk_jax._tuning import matmul_model
+    rng = np.random.default_rng(0)
+    dtype = np.dtype("float16")
+    for m, n, k in ((200, 264, 520), (5, 72, 1032)):
+        for ta, tb in itertools.product((False, True), (False, True)):
+            a = rng.normal(size=(k, m) if ta else (m, k)).astype(dtype)
+            b = rng.normal(size=(n, k) if tb else (k, n)).astype(dtype)
+            want = (a.T if ta else a).astype(np.float32) @ (b.T if tb else b).astype(np.float32)
+            for out in (dtype, np.dtype(np.float32)):
+                params = {"transpose_a": ta, "transpose_b": tb, "dtype": out}
+                plans = list(matmul_model.candidates(m, n, k, 132))
+                calls = lambda a, b: [matmul.call(a, b, plan=plan, **params) for plan in plans]
+                for plan, got in zip(plans, jax.jit(calls)(a, b)):
+                    error = np.linalg.norm(np.asarray(got) - want) / np.linalg.norm(want)
+                    assert error < 1e-3, (m, n, k, ta, tb, out, plan, error)
+    print("values are right")
+"""
+
+
+PROGRAMS = {"collectives": COLLECTIVES, "products": PRODUCTS}
+
+
+def _run(program, tool, *options):
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.fail("compute-sanitizer is not on the PATH (it comes with the CUDA toolkit)")
-    command = [sanitizer, "--tool", tool, *options, sys.executable, "-c", textwrap.dedent(PROGRAM)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    command = [sanitizer, "--tool", tool, *options, sys.executable, "-c", textwrap.dedent(program)]
+    environment = os.environ | {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
     assert "values are right" in run.stdout, run.stdout + run.stderr
     return run
 
 
-def test_memcheck():
-    run = _run("memcheck", "--error-exitcode", "9")
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_memcheck(program):
+    run = _run(program, "memcheck", "--error-exitcode", "9")
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-def test_racecheck():
-    run = _run("racecheck", "--print-limit", "10000")
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_racecheck(program):
+    run = _run(program, "racecheck", "--print-limit", "10000")
     assert run.returncode == 0 and "RACECHECK SUMMARY" in run.stdout, run.stdout + run.stderr
     assert unexpected(run.stdout) == []

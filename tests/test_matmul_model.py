@@ -5,7 +5,7 @@ import random
 import pytest
 
 from pk_jax._tuning import matmul_model
-from pk_jax._tuning.matmul_model import TILES, candidates, choose
+from pk_jax._tuning.matmul_model import TILES, candidates, choose, resident_clusters
 
 TILE = {tile.name: tile for tile in TILES}
 
@@ -18,28 +18,31 @@ def shapes():
 
 
 def test_plans_are_what_the_kernels_take():
-    splits = 0
+    splits = set()
     for (m, n, k), num_sms in shapes():
         plans = list(candidates(m, n, k, num_sms))
         assert plans
         for plan in plans:
             tile = TILE[plan.tile]
-            workers = plan.num_blocks // tile.blocks
             num_tiles = -(-m // tile.rows) * -(-n // tile.cols)
-            assert plan.num_blocks == workers * tile.blocks <= num_sms
+            assert 0 < plan.num_blocks <= num_sms
             assert plan.seconds > 0
             if plan.split_tiles == 0:
-                assert plan.split == 1 and plan.scratch_bytes == 0
-                assert workers == min(num_sms // tile.blocks, num_tiles)
+                assert plan.split == 1
+                assert plan.num_blocks == min(num_sms, num_tiles)
                 continue
-            splits += 1
-            assert (num_tiles - plan.split_tiles) % workers == 0
-            assert plan.split >= 2 and plan.split_tiles * plan.split <= workers
+            splits.add(plan.split)
+            assert (num_tiles - plan.split_tiles) % plan.num_blocks == 0
+            assert plan.num_blocks % plan.split == 0
+            assert plan.split_tiles * plan.split <= plan.num_blocks
+            assert plan.num_blocks // plan.split <= resident_clusters(num_sms, plan.split)
             assert -(-k // 64) >= plan.split * matmul_model.LEAST_STEPS
-            left = plan.split_tiles * (plan.split - 1)
-            flags = -(-4 * left * tile.blocks // 256) * 256
-            assert plan.scratch_bytes == flags + left * tile.rows * tile.cols * 4
-    assert splits > 100
+    assert splits == set(matmul_model.SPLITS)
+
+
+def test_resident_clusters():
+    """What cudaOccupancyMaxActiveClusters says of an H200."""
+    assert [resident_clusters(132, blocks) for blocks in (2, 4, 8)] == [66, 30, 15]
 
 
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: tile.name)
@@ -47,9 +50,19 @@ def test_a_tile_can_be_asked_for(tile):
     assert choose(8192, 8192, 8192, 132, (tile.rows, tile.cols)).tile == tile.name
 
 
-def test_few_rows_take_the_short_tile_and_many_blocks():
-    plan = choose(1, 8192, 3584, 132)
-    assert plan.tile == "64x256" and plan.num_blocks == 128
+def test_few_rows_fill_the_chip():
+    """By small tiles, and by splitting k where even those are few."""
+    for m in (1, 16, 64, 128):
+        plan = choose(m, 8192, 3584, 132)
+        assert plan.tile == ("64x128" if m == 128 else "64x64")
+        assert plan.split == 1 and plan.num_blocks == 128
+    plan = choose(16, 1280, 8192, 132)
+    assert plan.tile == "64x128" and plan.split == 8 and plan.num_blocks == 80
+
+
+def test_a_last_wave_is_split():
+    plan = choose(8192, 1280, 8192, 132)
+    assert plan.tile == "128x256" and plan.split == 2 and plan.split_tiles == 56
 
 
 def test_the_choice_is_the_fastest():

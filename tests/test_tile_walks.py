@@ -49,21 +49,22 @@ def test_chunks(ffi, rows, inner):
 
 
 def _matmul_walks():
-    """Sizes of products, workers, split tiles and their parts, drawn once."""
+    """Sizes of products, blocks, split tiles and their parts, drawn once."""
     rng = random.Random(0)
     for _ in range(400):
         num_m, num_n = rng.randint(1, 40), rng.randint(1, 20)
         steps = rng.choice((1, 2, 3, 16, 64, 97))
-        workers = rng.choice((1, 2, 3, 7, 16, 131, 132, 144))
-        rest = num_m * num_n % workers
-        most = min(workers // rest, steps) if rest else 1
-        split = rng.randint(1, most)
+        blocks = rng.choice((1, 2, 3, 7, 16, 128, 132, 144))
+        splits = [s for s in (2, 4, 8) if blocks % s == 0 and s <= steps]
+        rest = num_m * num_n % blocks
+        splits = [s for s in splits if 0 < rest * s <= blocks]
+        split = rng.choice(splits) if splits else 1
         rest = rest if split > 1 else 0
         yield (
             num_m,
             num_n,
             steps,
-            workers,
+            blocks,
             rest,
             split,
             rng.choice((8, 16, 32)),
@@ -76,8 +77,8 @@ def test_matmul_walk_does_every_step_once(ffi):
         num_m, num_n, steps, *_ = sizes
         done = [
             (m, n, step)
-            for worker in ffi.matmul_walk(*sizes)
-            for m, n, begin, end in worker
+            for parts in ffi.matmul_walk(*sizes)
+            for m, n, begin, end in parts
             for step in range(begin, end)
         ]
         assert len(done) == num_m * num_n * steps, sizes
@@ -86,32 +87,28 @@ def test_matmul_walk_does_every_step_once(ffi):
         }, sizes
 
 
-def test_matmul_walk_waits_last_and_for_lower_workers(ffi):
+def test_matmul_walk_splits_last_and_within_clusters(ffi):
     splits = 0
     for sizes in _matmul_walks():
-        steps, split_tiles, split = sizes[2], sizes[4], sizes[5]
-        workers = ffi.matmul_walk(*sizes)
-        left = {}  # who leaves parts of tiles that others finish
-        for worker, parts in enumerate(workers):
+        steps, split = sizes[2], sizes[5]
+        parts_of = {}  # who makes parts of a tile, in the order of k
+        for block, parts in enumerate(ffi.matmul_walk(*sizes)):
             for i, (m, n, begin, end) in enumerate(parts):
-                if end < steps:
-                    left.setdefault((m, n), []).append(worker)
                 if (begin, end) != (0, steps):
                     assert i == len(parts) - 1, sizes
-                    splits += 1
-        for worker, parts in enumerate(workers):
-            for m, n, begin, end in parts:
-                if begin > 0 and end == steps:
-                    # Where the kernel looks for them.
-                    found = [worker - p * split_tiles for p in range(1, split)]
-                    assert left.pop((m, n)) == sorted(found), sizes
-        assert not left, sizes  # somebody collects what is left
+                    parts_of.setdefault((m, n), []).append((begin, block))
+        for parts in parts_of.values():
+            blocks = [block for _, block in sorted(parts)]
+            # One cluster, in the order of its blocks, which is that of the sum.
+            assert blocks[0] % split == 0, sizes
+            assert blocks == list(range(blocks[0], blocks[0] + split)), sizes
+            splits += 1
     assert splits > 100
 
 
 def test_matmul_walk_begins_with_the_row_asked_for(ffi):
-    workers = ffi.matmul_walk(8, 3, 4, 2, first_m=5)
-    assert [tuple(parts[0][:2]) for parts in workers] == [(5, 0), (6, 0)]
+    blocks = ffi.matmul_walk(8, 3, 4, 2, first_m=5)
+    assert [tuple(parts[0][:2]) for parts in blocks] == [(5, 0), (6, 0)]
     # Down a band of 16 rows, then the next column, then the next band.
     (tiles,) = ffi.matmul_walk(18, 2, 1, 1)
     assert [tuple(t[:2]) for t in tiles[15:18]] == [(15, 0), (0, 1), (1, 1)]

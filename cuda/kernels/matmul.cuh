@@ -2,9 +2,9 @@
 // has one: an op brings a source (what to wait for before rows of A are read) and an epilogue (what
 // becomes of an element of C).
 //
-//   mover          loads k | loads k + 1 | ...               | loads of the next tile
-//   consumer 0         wgmma k | wgmma k + 1 | ... | epilogue      | wgmma 0 | ...
-//   consumer 1         wgmma k | wgmma k + 1 | ... | epilogue      | wgmma 0 | ...
+//   mover        loads k | loads k + 1 | ...   | loads of the next tile
+//   consumer 0       wgmma k | wgmma k + 1 | ... | round | wgmma 0, store | wgmma 1, store | ...
+//   consumer 1       wgmma k | wgmma k + 1 | ... | round | wgmma 0, store | wgmma 1, store | ...
 //
 // Persistent blocks walk the tiles (matmul_walk.h). The loads run through a ring of stages, across
 // tiles, so that the next tile is on its way while this one is stored.
@@ -14,8 +14,8 @@
 
 #include <cstdint>
 
+#include "schedule/cluster_sum.cuh"
 #include "schedule/matmul_walk.h"
-#include "schedule/partial_tiles.cuh"
 #include "schedule/roles.cuh"
 #include "schedule/store_tile.cuh"
 #include "tile/pipeline.cuh"
@@ -24,43 +24,42 @@
 
 namespace pk::matmul {
 
+// A walk says which block makes which tiles: MatmulWalk or GroupedWalk.
+template <typename Walk>
 struct Args {
-  CUtensorMap a, b;
-  CUtensorMap c;  // of a 16-bit result
-  float* c32;     // of a float32 one, else null
-  int m;
-  int64_t pitch_c;  // elements
-  MatmulWalk walk;
-  uint32_t* flags;  // see partial_tiles.cuh: of the blocks that leave a part of a tile
-  float* partials;
+  CUtensorMap a, b;  // of a batch of one, of a matrix for each group
+  Result c;
+  uint32_t step_bytes;  // that a step's copies bring
+  ptx::CachePolicy policy_b;
+  Walk walk;
 };
 
-using Crew = Roles<2>;
-
-// A block's tile of C. Two consumers share it: one above the other, or side by side if it has 64
-// rows. The blocks of a cluster have tiles above each other and so need the same part of B.
-template <int kRows, int kCols, int kNumStages, int kBlocks = 1>
+// A block's tile of C. If two consumers share it they are one above the other, or side by side if
+// it has 64 rows.
+template <int kRows, int kCols, int kNumStages, int kNumConsumers = 2>
 struct TileShape {
-  static_assert(kRows == 64 || kRows == 128);
-  static constexpr int kM = kRows, kN = kCols, kStages = kNumStages, kCluster = kBlocks;
+  using Crew = Roles<kNumConsumers>;
+  static constexpr int kM = kRows, kN = kCols, kStages = kNumStages;
   static constexpr bool kSideBySide = kM == 64;
-  static constexpr int kConsumerN = kSideBySide ? kN / 2 : kN;
+  static constexpr int kConsumerN = kSideBySide ? kN / kNumConsumers : kN;
+  static_assert(kSideBySide || kM == 64 * kNumConsumers);
 };
 
 template <typename Shape, Major kMajorA, Major kMajorB>
 struct Shared {
   using A = OperandTile<Shape::kM, kMajorA>;
-  using B = OperandTile<Shape::kN, kMajorB, Shape::kCluster>;
+  using B = OperandTile<Shape::kN, kMajorB>;
 
   A a[Shape::kStages];
   B b[Shape::kStages];
-  PanelBuffers c[Crew::kConsumers];
-  Pipeline<Shape::kStages, Shape::kCluster> pipeline;
+  PanelBuffers c[Shape::Crew::kConsumers];
+  Pipeline<Shape::kStages> pipeline;
 };
 
 // A is whole before the kernel starts.
 struct WholeSource {
-  __device__ __forceinline__ void wait(int /*m*/) const {}
+  template <typename Part>
+  __device__ __forceinline__ void wait(const Part&) const {}
 };
 
 // C is the product.
@@ -70,75 +69,113 @@ struct PlainEpilogue {
   }
 };
 
-template <typename Shape, ptx::Half kType, Major kMajorA, Major kMajorB, typename Source,
-          typename Epilogue>
+template <typename Shape, ptx::Half kType, Major kMajorA, Major kMajorB, typename Walk,
+          typename Source, typename Epilogue>
 struct Matmul {
   using Memory = Shared<Shape, kMajorA, kMajorB>;
   using At = Cursor<Shape::kStages>;
   using Tile = Accumulator<Shape::kConsumerN>;
-  static constexpr uint32_t kStepBytes = Memory::A::kBytes + Memory::B::kBytes;
+  using Part = Walk::Part;
+  using Crew = Shape::Crew;
+  using Sum = ClusterSum<Crew::kConsumers, Shape::kConsumerN>;
+  static_assert(Sum::kBytes <= sizeof(Memory::a) + sizeof(Memory::b));
 
-  const Args& args;
+  const Args<Walk>& args;
   Memory& shared;
   Source source;
   Epilogue epilogue;
 
   // Warp 0 of the movers.
   __device__ __forceinline__ void load() {
-    if (threadIdx.x % 32 != 0) return;
-    ptx::prefetch_tensor_map(&args.a);
-    ptx::prefetch_tensor_map(&args.b);
     At at;
-    const int num_parts = args.walk.num_parts(worker());
-    for (int i = 0; i < num_parts; ++i) {
-      const MatmulWalk::Part part = args.walk.part(worker(), i);
-      source.wait(part.m);
-      for (int step = part.begin; step < part.end; ++step, at.advance()) {
-        uint64_t* full = shared.pipeline.acquire(at, kStepBytes);
-        shared.a[at.stage].load(&args.a, row_of(part), step * kBlockK, full);
-        shared.b[at.stage].load(&args.b, part.n * Shape::kN, step * kBlockK, full);
+    typename Walk::Parts parts(args.walk, blockIdx.x);
+    for (Part part = parts.next(); part.num_steps > 0; part = parts.next()) {
+      source.wait(part);
+      const int row = part.row(Shape::kM), col = part.n * Shape::kN;
+      for (int step = 0; step < part.num_steps; ++step, at.advance()) {
+        const int k = (part.begin + step) * kBlockK;
+        shared.pipeline.wait_empty(at);
+        if (!ptx::elect_one()) continue;
+        uint64_t* full = shared.pipeline.expect(at, args.step_bytes);
+        shared.a[at.stage].load(&args.a, row, k, 0, full, ptx::kEvictNormal);
+        shared.b[at.stage].load(&args.b, col, k, part.group(), full, args.policy_b);
       }
     }
   }
 
   __device__ __forceinline__ void consume(int consumer) {
+    Memory& shared = ptx::kept(this->shared);
     const int row = Shape::kSideBySide ? 0 : consumer * 64;
     const int col = Shape::kSideBySide ? consumer * Shape::kConsumerN : 0;
+    PanelBuffers& buffers = shared.c[consumer];
+    PendingTile<kType, Shape::kConsumerN> pending;
     At at;
-    const int num_parts = args.walk.num_parts(worker());
-    for (int i = 0; i < num_parts; ++i) {
-      const MatmulWalk::Part part = args.walk.part(worker(), i);
-      Tile tile;
-      multiply(tile, row, col, part.end - part.begin, at);
-      const PartialTiles<Crew::kConsumers, Shape::kConsumerN> partials{args.flags, args.partials};
-      const int block = blockIdx.x;
-      if (!args.walk.ends_tile(part)) {
-        partials.leave(tile, block, consumer);
+    typename Walk::Parts parts(args.walk, blockIdx.x);
+    int end_row = INT32_MAX;  // of the pending tile
+    Part part = parts.next(), next{};
+    for (; part.num_steps > 0; part = next) {
+      const int tile_row = part.row(Shape::kM) + row, tile_col = part.n * Shape::kN + col;
+      const auto meanwhile = [&](int step) {
+        if (step == 0) next = parts.next();
+        pending.store_panel(buffers, args.c, end_row);
+      };
+      if (tile_row >= part.end_row()) {  // the other consumer's rows are all there are
+        skip(shared.pipeline, consumer, part.num_steps, at, meanwhile);
         continue;
       }
-      if (!args.walk.begins_tile(part)) {
-        // What the other parts' blocks have left, always in the same order.
-        const int between = args.walk.split_tiles * Shape::kCluster;
-        for (int other = block - between; other >= 0; other -= between)
-          partials.add(tile, other, consumer);
+      Tile tile;
+      multiply(shared, tile, row, col, part.num_steps, at, meanwhile);
+      pending.store_rest(buffers, args.c, end_row);
+      end_row = part.end_row();
+      if (!args.walk.is_whole(part)) {
+        ResultPanel& panel = buffers[threadIdx.x % 128 / 32][0];
+        if (ptx::elect_one()) ptx::cp_async_bulk_wait_group_read<0>();
+        Sum{reinterpret_cast<float4*>(shared.a)}.run(
+            tile, consumer, args.c.rows - tile_row, [&](int row, int col, Strip& strip) {
+              store(strip, panel, tile_row + row, tile_col + col);
+            });
+        return;  // it is the last part
       }
-      finish(tile, consumer, row_of(part) + row, part.n * Shape::kN + col);
+      tile.for_each_pair([&](int r, int c, float& x, float& y) {
+        x = epilogue(x, tile_row + r, tile_col + c);
+        y = epilogue(y, tile_row + r, tile_col + c + 1);
+      });
+      if (args.c.float32) {
+        args.c.store(tile, tile_row, tile_col, end_row);
+        continue;
+      }
+      pending.take(tile, tile_row, tile_col);
     }
-    if (is_first_thread()) ptx::cp_async_bulk_wait_group<0>();
+    pending.store_rest(buffers, args.c, end_row);
+    if constexpr (requires { parts.rows_in_groups(); }) {
+      // Rows in no group.
+      constexpr int kThreads = 128 * Crew::kConsumers;
+      args.c.clear(parts.rows_in_groups(), blockIdx.x * kThreads + threadIdx.x,
+                   int64_t{gridDim.x} * kThreads);
+    }
+    if (ptx::elect_one()) ptx::cp_async_bulk_wait_group_read<0>();
   }
 
  private:
-  // What walks the tiles: a block, or a cluster whose blocks take a tile's rows one below the
-  // other.
-  static __device__ __forceinline__ int worker() { return blockIdx.x / Shape::kCluster; }
-
-  static __device__ __forceinline__ int row_of(const MatmulWalk::Part& part) {
-    return (part.m * Shape::kCluster + blockIdx.x % Shape::kCluster) * Shape::kM;
+  // Gives back the stages of `steps` steps unread. Here no wgmma holds the warps together, so a
+  // barrier does: one that fell a round behind would wait for a phase that is past.
+  template <typename Meanwhile>
+  __device__ __forceinline__ void skip(Pipeline<Shape::kStages>& pipeline, int consumer, int steps,
+                                       At& at, Meanwhile meanwhile) {
+    for (int step = 0; step < steps; ++step, at.advance()) {
+      pipeline.wait_full(at);
+      sync_consumer(consumer);
+      if (is_first_thread()) pipeline.release(at.stage);
+      meanwhile(step);
+    }
   }
 
   // The product of `steps` steps. A step's instructions are in flight while the next one's operands
-  // are waited for; its stage is given back one step later.
-  __device__ __forceinline__ void multiply(Tile& tile, int row, int col, int steps, At& at) {
+  // are waited for; its stage is given back one step later. `meanwhile(step)` runs while the tensor
+  // cores are at it.
+  template <typename Meanwhile>
+  __device__ __forceinline__ void multiply(Memory& shared, Tile& tile, int row, int col, int steps,
+                                           At& at, Meanwhile meanwhile) {
     uint32_t previous = 0;
     for (int step = 0; step < steps; ++step, at.advance()) {
       shared.pipeline.wait_full(at);
@@ -152,48 +189,47 @@ struct Matmul {
       ptx::wgmma_commit_group();
       if (step > 0) {
         ptx::wgmma_wait_group<1>();
-        shared.pipeline.release(previous, threadIdx.x % 128);
+        if (is_first_thread()) shared.pipeline.release(previous);
       }
+      meanwhile(step);
       previous = at.stage;
     }
     ptx::wgmma_wait_group<0>();
     ptx::written(tile.value);
-    shared.pipeline.release(previous, threadIdx.x % 128);
+    if (is_first_thread()) shared.pipeline.release(previous);
   }
 
-  __device__ __forceinline__ void finish(Tile& tile, int consumer, int row, int col) {
-#pragma unroll
-    for (int i = 0; i < Tile::kCount; ++i) {
-      tile.value[i] = epilogue(tile.value[i], row + Tile::row() + i / 2 % 2 * 8,
-                               col + Tile::col() + i / 4 * 8 + i % 2);
-    }
-    if (args.c32 != nullptr) {
-      store_float32(tile, args.c32, args.m, args.pitch_c, row, col);
+  __device__ __forceinline__ void store(Strip& strip, ResultPanel& panel, int row, int col) const {
+    strip.for_each_pair([&](int r, int c, float& x, float& y) {
+      x = epilogue(x, row + r, col + c);
+      y = epilogue(y, row + r, col + c + 1);
+    });
+    if (args.c.float32) {
+      args.c.store(strip, row, col);
     } else {
-      store_rounded<kType>(tile, shared.c[consumer], consumer, &args.c, row, col);
+      args.c.template store_rounded<kType>(strip, panel, row, col);
     }
   }
 };
 
-template <typename Shape, ptx::Half kType, Major kMajorA, Major kMajorB, typename Source,
-          typename Epilogue>
-__global__ void __launch_bounds__(Crew::kThreads, 1)
-    matmul(const __grid_constant__ Args args, Source source, Epilogue epilogue) {
-  using Op = Matmul<Shape, kType, kMajorA, kMajorB, Source, Epilogue>;
+template <typename Shape, ptx::Half kType, Major kMajorA, Major kMajorB, typename Walk,
+          typename Source, typename Epilogue>
+__global__ void __launch_bounds__(Shape::Crew::kThreads, Shape::Crew::kMinBlocks)
+    matmul(const __grid_constant__ Args<Walk> args, Source source, Epilogue epilogue) {
+  using Op = Matmul<Shape, kType, kMajorA, kMajorB, Walk, Source, Epilogue>;
   extern __shared__ char memory[];
   // The launch adds what this rounding takes.
   const auto address = reinterpret_cast<uintptr_t>(memory) + kSwizzleBytes - 1;
   auto& shared = *reinterpret_cast<typename Op::Memory*>(address & ~uintptr_t{kSwizzleBytes - 1});
-  if (threadIdx.x == 0) shared.pipeline.init(Crew::kConsumers);
-  __syncthreads();
-  // Another block may fill these stages once their barriers exist, and until its last step is done.
-  if constexpr (Shape::kCluster > 1) ptx::cluster_sync();
-  Op op{args, shared, source, epilogue};
-  Crew::run(op);
-  if constexpr (Shape::kCluster > 1) {
-    __syncwarp();  // one lane loads
-    ptx::cluster_sync();
+  if (threadIdx.x == 0) shared.pipeline.init(Shape::Crew::kConsumers);
+  if (threadIdx.x == 32) {
+    ptx::prefetch_tensor_map(&args.a);
+    ptx::prefetch_tensor_map(&args.b);
+    if (!args.c.float32) ptx::prefetch_tensor_map(&args.c.map);
   }
+  __syncthreads();
+  Op op{args, shared, source, epilogue};
+  Shape::Crew::run(op);
 }
 
 }  // namespace pk::matmul

@@ -18,24 +18,21 @@ struct MatmulOperands {
   bool float32_result;
 };
 
-// Rows and columns of a block's tile; "2x": of two blocks above each other that share what they
-// load of B.
-enum class MatmulTile { k128x256, k2x128x256, k128x128, k64x256 };
+// Rows and columns of a block's tile.
+enum class MatmulTile { k128x256, k128x128, k64x256, k64x128, k64x64 };
+inline constexpr MatmulTile kMatmulTiles[] = {MatmulTile::k128x256, MatmulTile::k128x128,
+                                              MatmulTile::k64x256, MatmulTile::k64x128,
+                                              MatmulTile::k64x64};
 
 struct MatmulPlan {
   MatmulTile tile;
-  int num_blocks;   // thread blocks, whole clusters
-  int split_tiles;  // see schedule/matmul_walk.h; tiles of a cluster, if there are clusters
-  int split;        // parts of each, 1 or more
+  int num_blocks;
+  int split_tiles;  // see schedule/matmul_walk.h
+  int split;        // parts of each: 1, 2, 4 or 8 blocks of a cluster
 };
 
-// Scratch memory of a plan: a flag, then an fp32 tile, for each block that leaves a part of one. 0
-// if no tile is split.
-int64_t matmul_scratch_bytes(const MatmulPlan& plan);
-
-// `scratch` may be null if there is none. cudaErrorInvalidValue for what a plan or a tensor map
-// cannot be.
-cudaError_t launch_matmul(const MatmulOperands& operands, const MatmulPlan& plan, void* scratch,
+// cudaErrorInvalidValue for what a plan or a tensor map cannot be.
+cudaError_t launch_matmul(const MatmulOperands& operands, const MatmulPlan& plan,
                           cudaStream_t stream);
 
 // Loads all kernels on the current device and gives them their shared memory.

@@ -2,7 +2,7 @@
 
 namespace pk::matmul {
 
-Instance bfloat16_instance(MatmulTile tile, bool m_contiguous, bool n_contiguous) {
+Instance<MatmulWalk> bfloat16_instance(MatmulTile tile, bool m_contiguous, bool n_contiguous) {
   return of_tile<ptx::Half::kBfloat16>(tile, m_contiguous, n_contiguous);
 }
 

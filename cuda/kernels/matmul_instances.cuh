@@ -1,69 +1,128 @@
-// The kernels of plain matmul for one operand type, and how the host names them.
+// The kernels of matrix products by name, and how the host launches them.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include "kernels/matmul.cuh"
 #include "kernels/matmul.h"
+#include "schedule/matmul_walk.h"
 #include "tile/launch.h"
+#include "tile/tensor_map.h"
 
 namespace pk::matmul {
 
-// As many stages as shared memory holds.
-using Shape128x256 = TileShape<128, 256, 4>;
-using Shape2x128x256 = TileShape<128, 256, 4, 2>;
-using Shape128x128 = TileShape<128, 128, 6>;
-using Shape64x256 = TileShape<64, 256, 4>;
+// f(TileShape) of a tile, each with as many stages as shared memory holds.
+template <typename F>
+auto visit_shape(MatmulTile tile, F f) {
+  switch (tile) {
+    case MatmulTile::k128x256:
+      return f(TileShape<128, 256, 4>{});
+    case MatmulTile::k128x128:
+      return f(TileShape<128, 128, 6>{});
+    case MatmulTile::k64x256:
+      return f(TileShape<64, 256, 4>{});
+    case MatmulTile::k64x128:
+      return f(TileShape<64, 128, 8>{});
+    case MatmulTile::k64x64:
+      break;
+  }
+  return f(TileShape<64, 64, 13, 1>{});
+}
 
-using Kernel = void (*)(Args, WholeSource, PlainEpilogue);
+template <typename Walk>
+using Kernel = void (*)(Args<Walk>, WholeSource, PlainEpilogue);
 
+template <typename Walk>
 struct Instance {
-  Kernel kernel;
+  Kernel<Walk> kernel;
   int shared_bytes;
-  int cluster;         // blocks
-  int tile_m, tile_n;  // of a block
+  int num_threads;
+  int tile_m, tile_n;
   // What one copy of a tensor map brings: rows and columns, of A and of B.
   int box_a, box_b;
 };
 
-template <typename Shape, ptx::Half kType, Major kMajorA, Major kMajorB>
-Instance make_instance() {
+template <typename Shape, ptx::Half kType, Major kMajorA, Major kMajorB, typename Walk>
+Instance<Walk> make_instance() {
   using Memory = Shared<Shape, kMajorA, kMajorB>;
-  return {matmul<Shape, kType, kMajorA, kMajorB, WholeSource, PlainEpilogue>,
+  return {matmul<Shape, kType, kMajorA, kMajorB, Walk, WholeSource, PlainEpilogue>,
           static_cast<int>(sizeof(Memory)) + kSwizzleBytes,
-          Shape::kCluster,
+          Shape::Crew::kThreads,
           Shape::kM,
           Shape::kN,
           Memory::A::kBoxOuter,
           Memory::B::kBoxOuter};
 }
 
-template <typename Shape, ptx::Half kType>
-Instance of_majors(bool m_contiguous, bool n_contiguous) {
-  if (m_contiguous) {
-    return n_contiguous ? make_instance<Shape, kType, Major::kMn, Major::kMn>()
-                        : make_instance<Shape, kType, Major::kMn, Major::kK>();
+// Fills in what all products have in common, and launches. `rows_past`: rows of A that no tile has
+// and that are not loaded, so long as the first tile is the only one.
+template <typename Walk>
+cudaError_t launch(const Instance<Walk>& instance, Args<Walk>& args, const Matrix& a,
+                   const Matrix& b, const Matrix& c, bool bfloat16, bool float32, int rows_past,
+                   int num_blocks, int cluster, cudaStream_t stream) {
+  // Vectors of the result, and what tensor maps ask for.
+  if (a.pitch % 8 != 0 || b.pitch % 8 != 0 || c.pitch % 8 != 0 || a.pitch < a.cols ||
+      b.pitch < b.cols || c.pitch < c.cols || reinterpret_cast<uintptr_t>(c.address) % 16 != 0)
+    return cudaErrorInvalidValue;
+  args.step_bytes = 2 * kBlockK * (instance.tile_m - rows_past + instance.tile_n);
+  if (cudaError_t error = make_tensor_map(&args.a, a, bfloat16, instance.box_a - rows_past, kPanel))
+    return error;
+  if (cudaError_t error = make_tensor_map(&args.b, b, bfloat16, instance.box_b, kPanel))
+    return error;
+  args.c.address = c.address;
+  args.c.rows = static_cast<int>(c.rows);
+  args.c.pitch = c.pitch;
+  args.c.float32 = float32;
+  if (!float32) {
+    if (cudaError_t error =
+            make_tensor_map(&args.c.map, c, bfloat16, ResultPanel::kRows, ResultPanel::kCols))
+      return error;
   }
-  return n_contiguous ? make_instance<Shape, kType, Major::kK, Major::kMn>()
-                      : make_instance<Shape, kType, Major::kK, Major::kK>();
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = num_blocks;
+  config.blockDim = instance.num_threads;
+  config.dynamicSmemBytes = instance.shared_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = cluster > 1;
+  return cudaLaunchKernelEx(&config, instance.kernel, args, WholeSource{}, PlainEpilogue{});
+}
+
+// Loads a kernel on the current device and gives it its shared memory.
+template <typename Walk>
+cudaError_t load(const Instance<Walk>& instance) {
+  if (cudaError_t error =
+          cudaFuncSetAttribute(kernel_pointer(instance.kernel),
+                               cudaFuncAttributeMaxDynamicSharedMemorySize, instance.shared_bytes))
+    return error;
+  return load_kernels({kernel_pointer(instance.kernel)});
+}
+
+inline int ceil_div(int64_t x, int64_t by) { return static_cast<int>((x + by - 1) / by); }
+
+// Of one operand type, each compiled by itself.
+Instance<MatmulWalk> bfloat16_instance(MatmulTile tile, bool m_contiguous, bool n_contiguous);
+Instance<MatmulWalk> float16_instance(MatmulTile tile, bool m_contiguous, bool n_contiguous);
+
+template <typename Shape, ptx::Half kType>
+Instance<MatmulWalk> of_majors(bool m_contiguous, bool n_contiguous) {
+  constexpr Major kK = Major::kK, kMn = Major::kMn;
+  if (m_contiguous) {
+    return n_contiguous ? make_instance<Shape, kType, kMn, kMn, MatmulWalk>()
+                        : make_instance<Shape, kType, kMn, kK, MatmulWalk>();
+  }
+  return n_contiguous ? make_instance<Shape, kType, kK, kMn, MatmulWalk>()
+                      : make_instance<Shape, kType, kK, kK, MatmulWalk>();
 }
 
 template <ptx::Half kType>
-Instance of_tile(MatmulTile tile, bool m_contiguous, bool n_contiguous) {
-  switch (tile) {
-    case MatmulTile::k128x256:
-      return of_majors<Shape128x256, kType>(m_contiguous, n_contiguous);
-    case MatmulTile::k2x128x256:
-      return of_majors<Shape2x128x256, kType>(m_contiguous, n_contiguous);
-    case MatmulTile::k128x128:
-      return of_majors<Shape128x128, kType>(m_contiguous, n_contiguous);
-    case MatmulTile::k64x256:
-      break;
-  }
-  return of_majors<Shape64x256, kType>(m_contiguous, n_contiguous);
+Instance<MatmulWalk> of_tile(MatmulTile tile, bool m_contiguous, bool n_contiguous) {
+  return visit_shape(tile, [=](auto shape) {
+    return of_majors<decltype(shape), kType>(m_contiguous, n_contiguous);
+  });
 }
-
-Instance bfloat16_instance(MatmulTile tile, bool m_contiguous, bool n_contiguous);
-Instance float16_instance(MatmulTile tile, bool m_contiguous, bool n_contiguous);
 
 }  // namespace pk::matmul

@@ -28,7 +28,10 @@ struct Roles {
   static constexpr int kConsumers = kNumConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kRegisterFile = 65536;
-  static constexpr int kAtLaunch = kRegisterFile / kThreads / 8 * 8;  // a thread, by the compiler
+  // For __launch_bounds__: from it follow the registers at launch. One consumer needs no more than
+  // half of the file.
+  static constexpr int kMinBlocks = kConsumers == 1 ? 2 : 1;
+  static constexpr int kAtLaunch = kRegisterFile / kMinBlocks / kThreads / 8 * 8;
   static constexpr int kMover = 40;
   // With 384 threads 232 is all there is; 240 would wait for ever for registers that do not exist.
   static constexpr int kConsumer = kConsumers == 2 ? 232 : 160;
@@ -37,14 +40,17 @@ struct Roles {
 
   template <typename Op>
   static __device__ __forceinline__ void run(Op& op) {
-    const int warpgroup = threadIdx.x / 128;
+    // From lane 0, so that the compiler knows that a warp stays together, and may compute once for
+    // all its lanes: without it there are loops around the copies.
+    const int warp_of_block = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
+    const int warpgroup = warp_of_block / 4;
     if (warpgroup < kConsumers) {
       ptx::setmaxnreg_inc<kConsumer>();
       op.consume(warpgroup);
       return;
     }
     ptx::setmaxnreg_dec<kMover>();
-    const int warp = threadIdx.x / 32 % 4;
+    const int warp = warp_of_block % 4;
     if (warp == 0) op.load();
     if constexpr (requires { op.communicate(); }) {
       if (warp == 1) op.communicate();

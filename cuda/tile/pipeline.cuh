@@ -3,8 +3,8 @@
 //   full[s]   the bytes of stage s are there: completed by bulk copies, waited for by consumers
 //   empty[s]  all consumers are done with stage s: arrived at by each, waited for by the producer
 //
-// The waits have no limit: what they wait for is this SM's own copies and warps, or those of the
-// cluster, and never a peer. Whoever waits for a peer does so before the copies are issued.
+// The waits have no limit: what they wait for is this SM's own copies and warps, and never a peer.
+// Whoever waits for a peer does so before the copies are issued.
 //
 // Both sides walk the stages in order with a cursor of their own, across tiles, so neither side
 // ever resets anything.
@@ -29,26 +29,29 @@ struct Cursor {
   }
 };
 
-// In a cluster of kBlocks blocks that fill each other's stages, a stage is empty when the consumers
-// of all blocks are done with it.
-template <int kStages, int kBlocks = 1>
+template <int kStages>
 struct Pipeline {
   uint64_t full[kStages];
   uint64_t empty[kStages];
 
-  // One thread, before the block, or the cluster, meets.
+  // One thread, before the block meets.
   __device__ void init(uint32_t num_consumers) {
     for (int s = 0; s < kStages; ++s) {
       ptx::mbarrier_init(&full[s], 1);
-      ptx::mbarrier_init(&empty[s], num_consumers * kBlocks);
+      ptx::mbarrier_init(&empty[s], num_consumers);
     }
     ptx::fence_mbarrier_init();
   }
 
-  // Producer: the stage may be filled, with `bytes` in all. Release: pairs with wait_full().
-  __device__ __forceinline__ uint64_t* acquire(const Cursor<kStages>& at, uint32_t bytes) {
+  // Producer: until the stage may be filled.
+  __device__ __forceinline__ void wait_empty(const Cursor<kStages>& at) {
     // In the first round nobody has used the stages: a wait for the phase before the first returns.
     wait(&empty[at.stage], (at.round & 1) ^ 1);
+  }
+
+  // Producer, one thread: the barrier of copies into the stage, `bytes` in all. Release: pairs with
+  // wait_full().
+  __device__ __forceinline__ uint64_t* expect(const Cursor<kStages>& at, uint32_t bytes) {
     ptx::mbarrier_arrive_expect_tx(&full[at.stage], bytes);
     return &full[at.stage];
   }
@@ -57,16 +60,9 @@ struct Pipeline {
     wait(&full[at.stage], at.round & 1);
   }
 
-  // Consumer, all threads or at least the first kBlocks, when its reads of the stage are complete
-  // (wgmma_wait_group), which is all that acquire() of any block waits for.
-  __device__ __forceinline__ void release(uint32_t stage, uint32_t thread) {
-    if (thread >= kBlocks) return;
-    if constexpr (kBlocks == 1) {
-      ptx::mbarrier_arrive(&empty[stage]);
-    } else {
-      ptx::mbarrier_arrive_in_cluster(&empty[stage], thread);
-    }
-  }
+  // One thread of each consumer, when its reads of the stage are complete (wgmma_wait_group), which
+  // is all that wait_empty() waits for.
+  __device__ __forceinline__ void release(uint32_t stage) { ptx::mbarrier_arrive(&empty[stage]); }
 
  private:
   static __device__ __forceinline__ void wait(uint64_t* barrier, uint32_t parity) {

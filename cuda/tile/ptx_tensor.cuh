@@ -10,44 +10,37 @@
 
 namespace pk::ptx {
 
-// ---- 2-D bulk copies through a tensor map. Boxes may reach over the edge: what is outside reads
-// as zero, counts in the barrier's bytes, and is not stored.
+// ---- Bulk copies through a tensor map of [batch, outer, inner]. Boxes may reach over the edge:
+// what is outside reads as zero, counts in the barrier's bytes, and is not stored.
 
 __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// global -> shared: the box whose first element is (inner, outer).
+// What the L2 is told of the lines that a copy reads: words that createpolicy.fractional makes.
+enum CachePolicy : uint64_t {
+  kEvictNormal = 0x1000000000000000,
+  kEvictFirst = 0x12F0000000000000,  // nobody will read them again
+};
+
+// global -> shared: the box of one matrix of the batch whose first element is (outer, inner).
 __device__ __forceinline__ void cp_async_bulk_tensor_load(void* shared, const CUtensorMap* map,
                                                           int32_t inner, int32_t outer,
-                                                          uint64_t* barrier) {
+                                                          int32_t batch, uint64_t* barrier,
+                                                          CachePolicy policy) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%3, %4}], [%2];" ::"r"(shared_address(shared)),
-      "l"(map), "r"(shared_address(barrier)), "r"(inner), "r"(outer)
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(shared)),
+      "l"(map), "r"(shared_address(barrier)), "r"(inner), "r"(outer), "r"(batch), "l"(policy)
       : "memory");
 }
 
-// The same box into the shared memory of every block of the cluster whose bit `blocks` has, at this
-// block's offsets of `shared` and of `barrier`. (SMs of one GPU; nothing to do with NVLink.)
-__device__ __forceinline__ void cp_async_bulk_tensor_load_to_cluster(void* shared,
-                                                                     const CUtensorMap* map,
-                                                                     int32_t inner, int32_t outer,
-                                                                     uint64_t* barrier,
-                                                                     uint16_t blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(shared)),
-      "l"(map), "r"(shared_address(barrier)), "r"(inner), "r"(outer), "h"(blocks)
-      : "memory");
-}
-
-// shared -> global. Joins the calling thread's current bulk group.
+// shared -> global, the first matrix of the batch. Joins the calling thread's current bulk group.
 __device__ __forceinline__ void cp_async_bulk_tensor_store(const CUtensorMap* map, int32_t inner,
                                                            int32_t outer, const void* shared) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
-      "r"(shared_address(shared)), "r"(inner), "r"(outer)
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+      "r"(shared_address(shared)), "r"(inner), "r"(outer), "r"(0)
       : "memory");
 }
 
@@ -58,33 +51,22 @@ __device__ __forceinline__ void fence_proxy_async_shared() {
 
 // ---- threads of a block
 
+// One lane of a warp that is together, always the same one.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      "  .reg .pred p;\n"
+      "  elect.sync _|p, 0xFFFFFFFF;\n"
+      "  selp.u32 %0, 1, 0, p;\n"
+      "}"
+      : "=r"(elected));
+  return elected != 0;
+}
+
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
                : "memory");
-}
-
-// At the barrier of the same offset in a block of the cluster. Release at the scope of the block
-// alone, so it orders no stores for the other block: at the cluster's it costs a MEMBAR.GPU.
-__device__ __forceinline__ void mbarrier_arrive_in_cluster(uint64_t* barrier, uint32_t block) {
-  asm volatile(
-      "{\n"
-      "  .reg .b32 remote;\n"
-      "  mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "  mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
-      "}" ::"r"(shared_address(barrier)),
-      "r"(block)
-      : "memory");
-}
-
-__device__ __forceinline__ uint32_t cluster_rank() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-
-// All threads of the cluster that have not exited.
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
 // Barrier 0 is __syncthreads().
@@ -104,23 +86,54 @@ __device__ __forceinline__ void setmaxnreg_inc() {
 }
 
 // Four 8x8 matrices of 16-bit elements. Lane i gives the address of row i % 8 of matrix i / 8.
-__device__ __forceinline__ void stmatrix_x4(void* row, const uint32_t (&matrices)[4]) {
+__device__ __forceinline__ void stmatrix_x4(void* row, uint32_t m0, uint32_t m1, uint32_t m2,
+                                            uint32_t m3) {
   asm volatile(
       "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
-      "r"(matrices[0]), "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
+      "r"(m0), "r"(m1), "r"(m2), "r"(m3)
       : "memory");
 }
 
-// ---- flags and partial sums between the blocks of one GPU
+// ---- the blocks of a cluster
 
-__device__ __forceinline__ uint32_t ld_acquire_gpu(const uint32_t* address) {
-  uint32_t value;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ uint32_t cluster_size() {
+  uint32_t size;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return size;
+}
+
+// All threads of the cluster that have not exited. Each thread's writes before it, to shared memory
+// of any of the blocks, are seen after it by all.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+__device__ __forceinline__ float4 ld_shared(const float4* shared) {
+  float4 value;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(shared_address(shared))
+               : "memory");
   return value;
 }
 
-__device__ __forceinline__ void red_add_release_gpu(uint32_t* address, uint32_t value) {
-  asm volatile("red.add.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+// Into the shared memory of a block of the cluster, where this block has `shared`.
+__device__ __forceinline__ void st_shared_cluster(const float4* shared, uint32_t block,
+                                                  float4 value) {
+  asm volatile(
+      "{\n"
+      "  .reg .b32 remote;\n"
+      "  mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "  st.shared::cluster.v4.f32 [remote], {%2, %3, %4, %5};\n"
+      "}" ::"r"(shared_address(shared)),
+      "r"(block), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
+      : "memory");
 }
 
 // ---- wgmma: one warpgroup, D[64, n] += A[64, 16] B[16, n], operands in shared memory
@@ -140,6 +153,15 @@ __device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+// No instruction: the same object at an address that the compiler keeps in a register. That of
+// dynamic shared memory it would otherwise make again at each use, from special registers.
+template <typename T>
+__device__ __forceinline__ T& kept(T& object) {
+  T* pointer = &object;
+  asm volatile("" : "+l"(pointer));
+  return *pointer;
+}
+
 // No instruction: to the compiler D is written here, so that nothing which reads it moves above the
 // wait for it.
 template <int kCount>
@@ -150,8 +172,8 @@ __device__ __forceinline__ void written(float (&d)[kCount]) {
 
 // clang-format off
 #define PK_D0 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-              "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
-              "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+              "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define PK_D32 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
               "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define PK_D64 "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
                "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
@@ -159,7 +181,8 @@ __device__ __forceinline__ void written(float (&d)[kCount]) {
                "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define PK_R4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define PK_R16(d, i) PK_R4(d, i), PK_R4(d, i + 4), PK_R4(d, i + 8), PK_R4(d, i + 12)
-#define PK_R64(d, i) PK_R16(d, i), PK_R16(d, i + 16), PK_R16(d, i + 32), PK_R16(d, i + 48)
+#define PK_R32(d, i) PK_R16(d, i), PK_R16(d, i + 16)
+#define PK_R64(d, i) PK_R32(d, i), PK_R32(d, i + 32)
 // `keep` 0 starts from zero: D = A B. Descriptors: shared_tile.cuh. The trailing immediates say
 // which operands lie with m or n contiguous.
 #define PK_WGMMA(N, TYPE, LIST, A, B, KEEP, TA, TB, ...)                                      \
@@ -176,28 +199,41 @@ __device__ __forceinline__ void written(float (&d)[kCount]) {
 enum class Half : int { kBfloat16, kFloat16 };  // the operands' type
 
 template <Half kType, int kTransposedA, int kTransposedB>
+__device__ __forceinline__ void wgmma(float (&d)[32], uint64_t a, uint64_t b, int keep) {
+  if constexpr (kType == Half::kBfloat16) {
+    PK_WGMMA(64, "bf16", PK_D0, 32, 33, 34, 35, 36, PK_R32(d, 0));
+  } else {
+    PK_WGMMA(64, "f16", PK_D0, 32, 33, 34, 35, 36, PK_R32(d, 0));
+  }
+}
+
+template <Half kType, int kTransposedA, int kTransposedB>
 __device__ __forceinline__ void wgmma(float (&d)[64], uint64_t a, uint64_t b, int keep) {
   if constexpr (kType == Half::kBfloat16) {
-    PK_WGMMA(128, "bf16", PK_D0, 64, 65, 66, 67, 68, PK_R64(d, 0));
+    PK_WGMMA(128, "bf16", PK_D0 ", " PK_D32, 64, 65, 66, 67, 68, PK_R64(d, 0));
   } else {
-    PK_WGMMA(128, "f16", PK_D0, 64, 65, 66, 67, 68, PK_R64(d, 0));
+    PK_WGMMA(128, "f16", PK_D0 ", " PK_D32, 64, 65, 66, 67, 68, PK_R64(d, 0));
   }
 }
 
 template <Half kType, int kTransposedA, int kTransposedB>
 __device__ __forceinline__ void wgmma(float (&d)[128], uint64_t a, uint64_t b, int keep) {
   if constexpr (kType == Half::kBfloat16) {
-    PK_WGMMA(256, "bf16", PK_D0 ", " PK_D64, 128, 129, 130, 131, 132, PK_R64(d, 0), PK_R64(d, 64));
+    PK_WGMMA(256, "bf16", PK_D0 ", " PK_D32 ", " PK_D64, 128, 129, 130, 131, 132, PK_R64(d, 0),
+             PK_R64(d, 64));
   } else {
-    PK_WGMMA(256, "f16", PK_D0 ", " PK_D64, 128, 129, 130, 131, 132, PK_R64(d, 0), PK_R64(d, 64));
+    PK_WGMMA(256, "f16", PK_D0 ", " PK_D32 ", " PK_D64, 128, 129, 130, 131, 132, PK_R64(d, 0),
+             PK_R64(d, 64));
   }
 }
 
 #undef PK_WGMMA
 #undef PK_R64
+#undef PK_R32
 #undef PK_R16
 #undef PK_R4
 #undef PK_D64
+#undef PK_D32
 #undef PK_D0
 
 }  // namespace pk::ptx

@@ -21,10 +21,40 @@ struct Accumulator {
 
   float value[kCount];
 
+  // Of the calling thread's first value.
   static __device__ __forceinline__ int row() {
     return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
   }
   static __device__ __forceinline__ int col() { return threadIdx.x % 4 * 2; }
+
+  // f(row, col, value, its neighbour's in the next column) for all that this thread holds.
+  template <typename F>
+  __device__ __forceinline__ void for_each_pair(F f) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2)
+      f(row() + i / 2 % 2 * 8, col() + i / 4 * 8, value[i], value[i + 1]);
+  }
+};
+
+// 8 rows by kPanel columns of an accumulator, in the registers of one warp: lane l has, of row l /
+// 4, columns 16 j + 2 (l % 4) and the next, and the same 8 columns on.
+struct Strip {
+  float value[kPanel / 16][4];
+
+  __device__ __forceinline__ void add(int j, float4 part) {
+    value[j][0] += part.x, value[j][1] += part.y, value[j][2] += part.z, value[j][3] += part.w;
+  }
+
+  // As that of an accumulator.
+  template <typename F>
+  __device__ __forceinline__ void for_each_pair(F f) {
+    const int row = threadIdx.x % 32 / 4, col = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < kPanel / 16; ++j) {
+      f(row, 16 * j + col, value[j][0], value[j][1]);
+      f(row, 16 * j + col + 8, value[j][2], value[j][3]);
+    }
+  }
 };
 
 template <ptx::Half kType>
@@ -38,24 +68,29 @@ __device__ __forceinline__ uint32_t pack(float first, float second) {
   }
 }
 
-// Rounds columns kFrom .. kFrom + kCols - 1 of an accumulator into a result tile. One warpgroup.
-template <ptx::Half kType, int kFrom, int kCols, int kAll>
-__device__ __forceinline__ void store_rounded(ResultTile<kCols>& to,
-                                              const Accumulator<kAll>& from) {
-  static_assert(kFrom % 16 == 0 && kFrom + kCols <= kAll);
-  const int lane = threadIdx.x % 32;
-  // Matrices of an stmatrix: rows 0-7 and 8-15 of 8 columns, then of the next 8.
-  const int row = threadIdx.x % 128 / 32 * 16 + lane % 16, col = lane / 16 * 8;
+// The same tile rounded to 16 bits, two neighbours of a row in a register.
+template <ptx::Half kType, int kCols>
+struct RoundedTile {
+  uint32_t value[kCols / 4];
+
+  __device__ __forceinline__ void round(const Accumulator<kCols>& from) {
 #pragma unroll
-  for (int j = 0; j < kCols / 16; ++j) {
-    uint32_t matrices[4];
-#pragma unroll
-    for (int q = 0; q < 4; ++q) {
-      const int i = kFrom / 2 + j * 8 + q * 2;
-      matrices[q] = pack<kType>(from.value[i], from.value[i + 1]);
-    }
-    ptx::stmatrix_x4(to.chunk(row, j * 16 + col), matrices);
+    for (int i = 0; i < kCols / 4; ++i)
+      value[i] = pack<kType>(from.value[2 * i], from.value[2 * i + 1]);
   }
-}
+
+  // One warp: its 16 rows of columns kIndex * kPanel and on, into a panel of its own.
+  template <int kIndex>
+  __device__ __forceinline__ void write_panel(ResultPanel& to) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < kPanel / 16; ++j) {
+      // Matrices of an stmatrix: rows 0-7 and 8-15 of 8 columns, then of the next 8.
+      const int first = kIndex * kPanel / 4 + j * 4;
+      ptx::stmatrix_x4(to.chunk(lane % 16, j * 16 + lane / 16 * 8), value[first], value[first + 1],
+                       value[first + 2], value[first + 3]);
+    }
+  }
+};
 
 }  // namespace pk

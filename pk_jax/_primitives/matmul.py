@@ -177,26 +177,36 @@ def _reference(a: Any, b: Any, *, implementation: Any, config: Any, **params: An
     return reference.matmul(a, b, **params)
 
 
-def _lower(ctx: Any, a: Any, b: Any, **params: Any) -> Any:
-    (out,) = ctx.avals_out
-    rule = _reference
-    if params["implementation"] != "reference" and 0 not in (*out.shape, *ctx.avals_in[0].shape):
-        decision = _decide(ctx, params)
+def lower(ctx: Any, *operands: Any, op: str, reference: Any, cuda: Any, **params: Any) -> Any:
+    """The lowering rule of products: the kernel or the reference, on the operands as they are.
+
+    Args:
+        ctx: the lowering context.
+        operands: the two factors, then whatever else the op has.
+        op: its name.
+        reference: the op in jax.lax.
+        cuda: the op by its kernel, on so many SMs (`num_sms`).
+        params: those of the primitive.
+    """
+    rule = reference
+    empty = any(0 in aval.shape for aval in (*ctx.avals_in, *ctx.avals_out))
+    if params["implementation"] != "reference" and not empty:
+        decision = _decide(op, ctx, params)
         if decision.path == "cuda":
-            rule = functools.partial(_cuda, num_sms=_num_sms(ctx))
+            rule = functools.partial(cuda, num_sms=_num_sms(ctx))
         else:
-            fall_back(OP, params["implementation"], decision)
-    return mlir.lower_fun(rule, multiple_results=False)(ctx, a, b, **params)
+            fall_back(op, params["implementation"], decision)
+    return mlir.lower_fun(rule, multiple_results=False)(ctx, *operands, **params)
 
 
-def _decide(ctx: Any, params: dict[str, Any]) -> _selection.Decision:
+def _decide(op: str, ctx: Any, params: dict[str, Any]) -> _selection.Decision:
     platforms = ctx.module_context.platforms
     if tuple(platforms) != ("cuda",):
-        return _selection.Decision("reference", _selection.why_platform(OP, *platforms))
-    x, w = ctx.avals_in
+        return _selection.Decision("reference", _selection.why_platform(op, *platforms))
+    x, w, *_ = ctx.avals_in
     if x.dtype != w.dtype or params["dtype"] not in (x.dtype, np.dtype("float32")):
         return _selection.Decision(
-            "reference", _selection.why_mixed(x.dtype, w.dtype, params["dtype"])
+            "reference", _selection.why_mixed(op, x.dtype, w.dtype, params["dtype"])
         )
     if params["implementation"] is None and params["config"].tile is None:
         return _selection.Decision("reference", _selection.SLOWER)
@@ -204,7 +214,7 @@ def _decide(ctx: Any, params: dict[str, Any]) -> _selection.Decision:
         return _selection.Decision("reference", _selection.PARTITIONED)
     devices = _compat.program_devices(ctx)
     alone = [[i] for i in range(len(devices or ()))]
-    return _selection.decide(OP, x.dtype, alone, devices, _compat.auto_axes(ctx))
+    return _selection.decide(op, x.dtype, alone, devices, _compat.auto_axes(ctx))
 
 
 def _num_sms(ctx: Any) -> int:
@@ -237,13 +247,10 @@ def call(
 ) -> Any:
     """The custom call, on operands with rows of whole 16 bytes."""
     m, n, k = _sizes(a, b, transpose_a, transpose_b)
-    results = [jax.ShapeDtypeStruct((m, n + -n % ALIGNMENT), dtype)]
-    if plan.scratch_bytes:
-        # One more result, which is dropped: so XLA plans that memory with the rest.
-        results.append(jax.ShapeDtypeStruct((plan.scratch_bytes,), np.dtype(np.uint8)))
-    out, *_ = jax.ffi.ffi_call("pk_jax_matmul", results)(
-        _padded(a),
-        _padded(b),
+    result = jax.ShapeDtypeStruct((m, n + -n % ALIGNMENT), dtype)
+    out = jax.ffi.ffi_call("pk_jax_matmul", result)(
+        padded(a),
+        padded(b),
         m=np.int64(m),
         n=np.int64(n),
         k=np.int64(k),
@@ -257,13 +264,14 @@ def call(
     return out if n % ALIGNMENT == 0 else out[:, :n]
 
 
-def _padded(x: Any) -> Any:
-    missing = -x.shape[1] % ALIGNMENT
-    return jnp.pad(x, ((0, 0), (0, missing))) if missing else x
+def padded(x: Any) -> Any:
+    """The matrices of an operand with rows of whole 16 bytes, zeros where there was nothing."""
+    missing = -x.shape[-1] % ALIGNMENT
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
 
 matmul_p.def_impl(functools.partial(_compat.run_eagerly, matmul_p))
 matmul_p.def_effectful_abstract_eval(_abstract_eval)
 ad.defbilinear(matmul_p, _to_a, _to_b)
 batching.primitive_batchers[matmul_p] = _batch
-mlir.register_lowering(matmul_p, _lower)
+mlir.register_lowering(matmul_p, functools.partial(lower, op=OP, reference=_reference, cuda=_cuda))

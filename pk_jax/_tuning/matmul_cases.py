@@ -1,4 +1,4 @@
-"""Named shapes of matrix products that benchmarks time."""
+"""Named shapes of matrix products, plain and grouped, that benchmarks time."""
 
 import dataclasses
 
@@ -59,4 +59,37 @@ MATMULS = (
         for transposed in ((False, True), (True, False), (True, True))
     ),
     *(_case(sizes, "decode") for sizes in _DECODE),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedCase:
+    """One product of [m, k] and [groups, k, n] by groups of rows, all m of them in some group.
+
+    Attributes:
+        name: the case's name in ids and tables.
+        m: rows of the result.
+        n: its columns.
+        k: what is summed over.
+        num_groups: how many.
+        sizes: how likely a row is to be in each: "uniform", "zipf" (the i-th largest group as
+            1 / i), "half-empty" (uniform in one half, never in the other).
+        tags: "grouped".
+    """
+
+    name: str
+    m: int
+    n: int
+    k: int
+    num_groups: int
+    sizes: str = "uniform"
+    tags: frozenset[str] = frozenset({"grouped"})
+
+
+_DSV3 = (32768, 2048, 7168, 128)
+
+GROUPED = (
+    GroupedCase("gmm-dsv3", *_DSV3),
+    GroupedCase("gmm-dsv3-zipf", *_DSV3, "zipf"),
+    GroupedCase("gmm-dsv3-half-empty", *_DSV3, "half-empty"),
 )

@@ -9,45 +9,51 @@ from collections.abc import Iterator
 # Elements of k that a block multiplies at a time.
 BLOCK_K = 64
 
-# A part of a split tile has no fewer steps of k than pay for the partial result.
+# A part of a split tile has no fewer steps of k than pay for adding the parts up.
 LEAST_STEPS = 4
+
+# Parts of a split tile: the blocks of a cluster, which share out its 8 groups of rows.
+SPLITS = (2, 4, 8)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """A shape of the tile that a worker, a block or a cluster of blocks, makes of the result.
+    """A shape of the tile that a thread block makes of the result.
 
     Attributes:
-        name: what the custom call calls it.
-        rows: of the worker's tile.
-        cols: of the worker's tile.
-        blocks: thread blocks of a worker.
+        rows: of the tile.
+        cols: of the tile.
         flops: per second and SM, in the main loop.
     """
 
-    name: str
     rows: int
     cols: int
-    blocks: int
     flops: float
 
+    @property
+    def name(self) -> str:
+        """What the custom call calls it."""
+        return f"{self.rows}x{self.cols}"
 
-# Measured at 8192 x 8192 x 8192 on an H200, the cluster before its stages were given back without a
-# fence; 64x256 is a guess. See docs/decisions/0011-matmul.md.
+
+# Fitted to one H200, see docs/decisions/0011-matmul.md. The smaller ones read more of the L2 for a
+# flop.
 TILES = (
-    Tile("128x256", 128, 256, 1, 5.05e12),
-    Tile("2x128x256", 256, 256, 2, 4.1e12),
-    Tile("128x128", 128, 128, 1, 4.4e12),
-    Tile("64x256", 64, 256, 1, 3.8e12),
+    Tile(128, 256, 5.3e12),
+    Tile(128, 128, 4.7e12),
+    Tile(64, 256, 4.4e12),
+    Tile(64, 128, 4.2e12),
+    Tile(64, 64, 3.2e12),
 )
 SHAPES = tuple((tile.rows, tile.cols) for tile in TILES)
 
-# Estimates until they are fitted to measurements.
-LAUNCH_S = 4e-6  # a call, whatever its size
-TILE_S = 1e-6  # a tile's first loads and its epilogue
-SPLIT_S = 5e-6  # clearing the flags, and a block's wait for others
-PARTIAL_BANDWIDTH = 5e12  # bytes of partial tiles, written and read, all blocks together
-HBM_BANDWIDTH = 4e12
+LAUNCH_S = 2.7e-6  # a call, whatever its size
+TILE_S = 0.7e-6  # between the tiles of a block
+SUM_S = 1.2e-6  # the blocks of a cluster meet twice
+CLUSTER_FACTOR = 1.03  # whole tiles take longer where blocks come in clusters
+SUM_BANDWIDTH = 25e9  # bytes of a tile in fp32 that a block sends, adds and stores
+SM_BANDWIDTH = 95e9  # bytes that an SM can load
+HBM_BANDWIDTH = 4.3e12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +62,9 @@ class Plan:
 
     Attributes:
         tile: name of the tile.
-        num_blocks: thread blocks, whole workers.
+        num_blocks: thread blocks, whole clusters.
         split_tiles: how many of the last tiles are cut along k; the others come in whole waves.
-        split: parts of each of those tiles, a worker each.
-        scratch_bytes: memory for flags and partial tiles; 0 if no tile is split.
+        split: parts of each of those tiles, and blocks of a cluster.
         seconds: the expected time.
     """
 
@@ -67,7 +72,6 @@ class Plan:
     num_blocks: int
     split_tiles: int
     split: int
-    scratch_bytes: int
     seconds: float
 
 
@@ -75,43 +79,51 @@ def candidates(m: int, n: int, k: int, num_sms: int) -> Iterator[Plan]:
     """The plans for [m, k] @ [k, n] in 16 bits on so many SMs."""
     for tile in TILES:
         num_tiles = _ceil(m, tile.rows) * _ceil(n, tile.cols)
-        workers = num_sms // tile.blocks
-        if workers == 0:
-            continue
-        yield _plan(tile, m, n, k, min(workers, num_tiles))
-        rest = num_tiles % workers
-        most = min(workers // rest, _ceil(k, BLOCK_K) // LEAST_STEPS) if rest else 1
-        if most > 1:
-            used = rest * most if rest == num_tiles else workers
-            yield _plan(tile, m, n, k, used, rest, most)
+        yield _plan(tile, m, n, k, min(num_sms, num_tiles))
+        for split in SPLITS:
+            num_blocks = resident_clusters(num_sms, split) * split
+            rest = num_tiles % num_blocks if num_blocks else 0
+            if 0 < rest * split <= num_blocks and split * LEAST_STEPS <= _ceil(k, BLOCK_K):
+                used = rest * split if rest == num_tiles else num_blocks
+                yield _plan(tile, m, n, k, used, rest, split)
 
 
 def choose(m: int, n: int, k: int, num_sms: int, shape: tuple[int, int] | None = None) -> Plan:
     """The plan with the least expected time; of those with tiles of one shape, if one is given."""
-    names = {tile.name for tile in TILES if shape in (None, (tile.rows, tile.cols))}
-    plans = [plan for plan in candidates(m, n, k, num_sms) if plan.tile in names]
-    return min(plans, key=lambda plan: plan.seconds)
+    rows = {tile.name: tile.rows for tile in TILES if shape in (None, (tile.rows, tile.cols))}
+    plans = [plan for plan in candidates(m, n, k, num_sms) if plan.tile in rows]
+    # Of those that memory limits alike, one that multiplies few rows of nothing.
+    padded = {name: _ceil(m, each) * each for name, each in rows.items()}
+    return min(plans, key=lambda plan: (plan.seconds, padded[plan.tile]))
+
+
+def resident_clusters(num_sms: int, blocks: int) -> int:
+    """How many clusters of 2, 4 or 8 blocks run together.
+
+    A cluster runs on the SMs of one GPC, which are not all a multiple of 4: of an H200's 132 there
+    is room for 66, 30 or 15 clusters (cudaOccupancyMaxActiveClusters).
+    """
+    return num_sms // 2 if blocks == 2 else num_sms * 10 // 11 // blocks
 
 
 def _plan(
-    tile: Tile, m: int, n: int, k: int, workers: int, split_tiles: int = 0, split: int = 1
+    tile: Tile, m: int, n: int, k: int, num_blocks: int, split_tiles: int = 0, split: int = 1
 ) -> Plan:
-    num_blocks = workers * tile.blocks
     steps = _ceil(k, BLOCK_K)
     whole = _ceil(m, tile.rows) * _ceil(n, tile.cols) - split_tiles
-    step_s = 2 * tile.rows * tile.cols * BLOCK_K / (tile.flops * tile.blocks)
-    seconds = _ceil(whole, workers) * (steps * step_s + TILE_S)
-    scratch_bytes = 0
+    rows = min(tile.rows, _ceil(m, 8) * 8)  # that are loaded
+    step_s = max(
+        2 * tile.rows * tile.cols * BLOCK_K / tile.flops,
+        2 * (rows + tile.cols) * BLOCK_K / SM_BANDWIDTH,
+    )
+    seconds = _ceil(whole, num_blocks) * (steps * step_s + TILE_S)
     if split_tiles:
-        # Each part but the last leaves a partial tile, and a flag for each of its blocks.
-        left = split_tiles * (split - 1)
-        partials = left * tile.rows * tile.cols * 4
-        scratch_bytes = _ceil(4 * left * tile.blocks, 256) * 256 + partials
+        seconds *= CLUSTER_FACTOR
         seconds += _ceil(steps, split) * step_s + TILE_S
-        seconds += SPLIT_S + 2 * partials / PARTIAL_BANDWIDTH
-    memory_s = 2 * (m * k + k * n + m * n) / HBM_BANDWIDTH
-    expected = LAUNCH_S + max(seconds, memory_s)
-    return Plan(tile.name, num_blocks, split_tiles, split, scratch_bytes, expected)
+    seconds = max(seconds, 2 * (m * k + k * n + m * n) / HBM_BANDWIDTH + TILE_S)
+    if split_tiles:
+        seconds += SUM_S + 4 * rows * tile.cols / SUM_BANDWIDTH
+    return Plan(tile.name, num_blocks, split_tiles, split, LAUNCH_S + seconds)
 
 
 def _ceil(x: int, by: int) -> int:

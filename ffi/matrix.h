@@ -1,0 +1,63 @@
+// What the handlers of matrix products share.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+
+#include "ffi/call_site.h"
+#include "ffi/status.h"
+#include "runtime/check.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace pk {
+
+inline constexpr int kMaxBlocksOfMatmul = 1024;
+
+// Calls `load` once for each device: kernels are loaded before any of the run is started, see
+// launch.h.
+inline xla::ffi::Error load_once(const char* op, std::atomic<bool> (&loaded)[kMaxLocalDevices],
+                                 cudaError_t (*load)(), int32_t device) {
+  return guarded(op, [&] {
+    int current = -1;
+    check(cudaGetDevice(&current), "cudaGetDevice");
+    if (device != current || device >= kMaxLocalDevices)
+      throw Error("device " + std::to_string(device) + " while " + std::to_string(current) +
+                  " is current; at most " + std::to_string(kMaxLocalDevices) + " are known");
+    if (loaded[device].load(std::memory_order_acquire)) return;
+    check(load(), "loading kernels");
+    loaded[device].store(true, std::memory_order_release);
+  });
+}
+
+// The pitch of a buffer that must hold `rows` rows of at least `cols`, in a batch of `batch` if
+// that is not 0.
+inline int64_t pitch_of(const char* name, const xla::ffi::AnyBuffer& buffer, int64_t rows,
+                        int64_t cols, int64_t batch = 0) {
+  const auto dims = buffer.dimensions();
+  const size_t first = batch > 0;
+  if (dims.size() == first + 2 && (batch == 0 || dims[0] == batch) && dims[first] == rows &&
+      dims[first + 1] >= cols && dims[first + 1] % 8 == 0)
+    return dims[first + 1];
+  std::string shape;
+  for (int64_t size : dims) shape += " " + std::to_string(size);
+  throw Error(std::string(name) + " has shape" + shape + "; " +
+              (batch > 0 ? std::to_string(batch) + " times " : "") + std::to_string(rows) +
+              " rows of " + std::to_string(cols) +
+              " elements, padded to a multiple of 8, are needed");
+}
+
+// Whether two operands and a result are of bfloat16, rather than float16.
+inline bool is_bfloat16(const xla::ffi::AnyBuffer& a, const xla::ffi::AnyBuffer& b,
+                        const xla::ffi::AnyBuffer& c) {
+  using Type = xla::ffi::DataType;
+  const Type type = a.element_type();
+  if (type != Type::BF16 && type != Type::F16) throw Error("operands must be bfloat16 or float16");
+  if (b.element_type() != type || (c.element_type() != type && c.element_type() != Type::F32))
+    throw Error("operands must have one type, and the result that one or float32");
+  return type == Type::BF16;
+}
+
+}  // namespace pk
