@@ -192,7 +192,7 @@ def why_no_kernel(op: str, capabilities: Sequence[Capability]) -> str | None:
     for process in capabilities:
         if f"pk_jax_{_CALLS.get(op, op)}" not in process.handlers:
             where = f"process {process.index}: " if len(capabilities) > 1 else ""
-            if op in (*OPS, "matmul"):
+            if op in (*OPS, *_PRODUCTS):
                 return f"{where}the extension library has no kernel for {op}; rebuild pk_jax"
             return (
                 f"{where}no library with a kernel for {op} was loaded; call pk_jax.load_ops() in "
@@ -272,6 +272,11 @@ def why_platform(op: str, *platforms: str) -> str:
         f"{op} is lowered for platform {names}, and its kernels need CUDA devices; "
         "implementation=None runs it through jax.lax there"
     )
+
+
+def why_too_long(op: str, size: int, most: int) -> str:
+    """What to say of a product with a dimension that the kernels do not count."""
+    return f"the kernels of {op} take dimensions of {most} at most, got {size}; split it"
 
 
 def why_mixed(op: str, x: Any, w: Any, out: Any) -> str:

@@ -29,10 +29,10 @@ def ragged_dot(
 
     The first `group_sizes[0]` rows are multiplied by `rhs[0]`, the next ones by `rhs[1]`, and so
     on. Rows past the sum of the sizes give zeros; where the sizes go past the last row they are cut
-    there. Sums are in fp32 and rounded once. It runs where it is called, inside or outside
-    ``jax.shard_map``, on one device's arrays; nothing is communicated. Gradients are of any order;
-    that of rhs is ``jax.lax``'s as yet. ``jax.vmap`` over all three arrays is lax's, over some of
-    them a loop.
+    there, and one below 0 is 0. Sums of 16-bit operands are in fp32 and rounded once. It runs where
+    it is called, inside or outside ``jax.shard_map``, on one device's arrays; nothing is
+    communicated. Gradients are of any order; that of rhs is ``jax.lax``'s as yet. ``jax.vmap`` over
+    all three arrays is lax's, over some of them a loop.
 
     A NaN or an infinity in the matrix of an empty group, or in another group's, stays there with
     the kernel; XLA's product on CPUs multiplies it by zeros, and it is everywhere.
@@ -40,17 +40,17 @@ def ragged_dot(
     Args:
         lhs: [m, k].
         rhs: [g, k, n].
-        group_sizes: [g], integers of any dtype, not negative. They may be known on the device
-            alone.
+        group_sizes: [g], integers of any dtype. They may be known on the device alone.
         precision: that of ``jax.lax.ragged_dot``; the kernel has products of 16 bits, which are
             exact in fp32, and takes no heed of it.
         preferred_element_type: dtype of the result; None is that of ``jnp.result_type(lhs, rhs)``,
             in which operands of two dtypes are multiplied.
         group_offset: must be None; jax.lax.ragged_dot does not implement it either.
         implementation: "cuda" runs the kernel: float16 or bfloat16 operands of one dtype, a result
-            of that dtype or float32, Hopper GPUs; where it cannot run, and under ``jax.vmap``, the
-            reason is a NotImplementedError. "reference" is ``jax.lax.ragged_dot``. None is that
-            too, as long as the kernel is not as fast at every shape, unless a tile is asked for.
+            of that dtype or float32, Hopper GPUs; where it cannot run, and under ``jax.vmap`` over
+            all three arrays, the reason is a NotImplementedError. "reference" is
+            ``jax.lax.ragged_dot``. None is that too, as long as the kernel is not as fast at every
+            shape, unless a tile is asked for.
         config: the knob ``tile``: rows and columns of the result that a block makes at a time,
             (128, 256), (128, 128), (64, 256), (64, 128) or (64, 64).
 
@@ -93,13 +93,20 @@ def ragged_dot(
     return _ragged_dot.ragged_dot(
         lax.convert_element_type(lhs, common),
         lax.convert_element_type(rhs, common),
-        lax.convert_element_type(group_sizes, np.int32),
+        _narrowed(group_sizes, lhs.shape[0]),
         dtype=dtype,
         # As lax takes it when it is called; None would ask again when it is lowered.
         precision=_compat.canonicalize_precision(precision) or lax.Precision.DEFAULT,
         implementation=implementation,
         config=resolved,
     )
+
+
+def _narrowed(group_sizes: Any, num_rows: int) -> Any:
+    """The sizes in int32; what a wider dtype holds past the rows is cut before it wraps."""
+    if jnp.iinfo(group_sizes.dtype).max > np.iinfo(np.int32).max:
+        group_sizes = jnp.clip(group_sizes, 0, num_rows)
+    return lax.convert_element_type(group_sizes, np.int32)
 
 
 def _check_shapes(op: str, lhs: Any, rhs: Any, group_sizes: Any) -> None:

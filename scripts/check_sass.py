@@ -18,6 +18,7 @@ import argparse
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -182,7 +183,10 @@ def disassemble(path: Path) -> dict[str, list[Instruction]]:
     # cuobjdump starts nvdisasm.
     folders = [*(f"{folder}/cu13/bin" for folder in wheels), os.environ.get("PATH", "")]
     environment = {**os.environ, "PATH": os.pathsep.join(folders)}
-    command = ["cuobjdump", "-sass", str(path)]
+    tool = shutil.which("cuobjdump", path=environment["PATH"])
+    if tool is None:
+        sys.exit("check_sass.py needs cuobjdump: run `make tools`, or put it on the PATH")
+    command = [tool, "-sass", str(path)]
     result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return parse(result.stdout)
 

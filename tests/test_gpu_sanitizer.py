@@ -89,6 +89,26 @@ PRODUCTS = """
                 for plan, got in zip(plans, jax.jit(calls)(a, b)):
                     error = np.linalg.norm(np.asarray(got) - want) / np.linalg.norm(want)
                     assert error < 1e-3, (m, n, k, ta, tb, out, plan, error)
+    from pk_jax._primitives import ragged_dot
+    from pk_jax._tuning import ragged_dot_model
+    for m, n, k, sizes in ((300, 72, 136, [0, 130, 1, 0, 64, 40]), (90, 40, 24, [2] * 40)):
+        lhs = rng.normal(size=(m, k)).astype(dtype)
+        sizes = np.array(sizes, np.int32)
+        group = np.repeat(np.arange(len(sizes)), sizes)
+        for tb in (False, True):
+            rhs = rng.normal(size=(len(sizes), n, k) if tb else (len(sizes), k, n)).astype(dtype)
+            mats = (rhs.swapaxes(1, 2) if tb else rhs).astype(np.float32)
+            want = np.zeros((m, n), np.float32)
+            for row, g in enumerate(group):
+                want[row] = lhs[row].astype(np.float32) @ mats[g]
+            for out in (dtype, np.dtype(np.float32)):
+                plans = list(ragged_dot_model.candidates(7))
+                calls = lambda *xs: [
+                    ragged_dot.call(*xs, plan=plan, transpose_b=tb, dtype=out) for plan in plans
+                ]
+                for plan, got in zip(plans, jax.jit(calls)(lhs, rhs, sizes)):
+                    error = np.linalg.norm(np.asarray(got) - want) / np.linalg.norm(want)
+                    assert error < 1e-3, (m, n, k, tb, out, plan, error)
     print("values are right")
 """
 

@@ -270,6 +270,8 @@ def test_when_the_kernels_run(call_of, monkeypatch):
         call_of((8, 8), (8, 8), "float32")
     with pytest.raises(NotImplementedError, match="bfloat16 times bfloat16 to float16"):
         call_of((8, 8), (8, 8), preferred_element_type=jnp.float16)
+    with pytest.raises(NotImplementedError, match="at most, got 2147483640; split it"):
+        call_of((2**31 - 8, 8), (8, 8))
 
 
 def test_a_partitioned_program_takes_the_reference(can_run, mesh_of, lowered):

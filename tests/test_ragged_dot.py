@@ -14,6 +14,7 @@ from product_models import check_equal, grouped, grouped_contract, reals, values
 
 import pk_jax as pk
 from pk_jax._primitives.ragged_dot import ragged_dot_p
+from pk_jax._reference import ragged_dot as reference
 from pk_jax._tuning import matmul_model
 from pk_jax.config import Config
 
@@ -87,6 +88,31 @@ def test_dtypes_of_sizes(dtype):
     sizes = (100, 60, 0, 40, 100)
     got = pk.ragged_dot(lhs, rhs, sizes_of(*sizes, dtype=dtype))
     np.testing.assert_array_equal(np.asarray(got, np.complex128), grouped(lhs, rhs, sizes))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint32", "int64", "uint64"])
+def test_sizes_past_the_rows_and_below_zero(dtype):
+    """They are cut at the last row before they can wrap, and below zero they are zero."""
+    lhs, rhs = operands(m=6)
+    most = int(np.iinfo(np.int32).max)
+    several = [((5, most, most, 0, 0), (5, 1, 0, 0, 0))]
+    if dtype != "int32":
+        several.append(((2**32 - 1, 0, 0, 0, 0), (6, 0, 0, 0, 0)))
+    if not dtype.startswith("u"):
+        several.append(((2, -1, 3, 0, -most), (2, 0, 3, 0, 0)))
+    with jax.enable_x64(dtype.endswith("64")):
+        for sizes, want in several:
+            got = pk.ragged_dot(lhs, rhs, np.array(sizes, dtype))
+            np.testing.assert_array_equal(np.asarray(got, np.complex128), grouped(lhs, rhs, want))
+
+
+def test_sizes_whose_sum_has_no_room_in_int32():
+    """As many as that have no arrays here: the sizes alone."""
+    sizes = sizes_of(2**30, 2**30, -5, 2**30, 7)
+    cut = reference.cut(sizes, 2**30 + 9)
+    np.testing.assert_array_equal(cut, (2**30, 9, 0, 0, 0))
+    stacked = jnp.stack([sizes, sizes[::-1]])
+    np.testing.assert_array_equal(reference.cut(stacked, 2**30 + 9)[1], (7, 2**30, 0, 2, 0))
 
 
 def test_operands_of_numpy_and_of_two_dtypes():
@@ -391,8 +417,10 @@ def test_no_kernel_here():
     f = functools.partial(pk.ragged_dot, implementation="cuda")
     with pytest.raises(NotImplementedError, match="ragged_dot is lowered for platform 'cpu'"):
         f(x, w, sizes)
-    with pytest.raises(NotImplementedError, match="ragged_dot: there are no kernels for a map"):
-        jax.vmap(f, (0, None, None))(x[None], w, sizes)
+    with pytest.raises(
+        NotImplementedError, match="ragged_dot: there are no kernels for a map over"
+    ):
+        jax.vmap(f)(x[None], w[None], sizes[None])
 
 
 def test_types_that_name_axes(mesh_of):

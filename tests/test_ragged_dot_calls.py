@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pk_jax as pk
-from pk_jax import _selection
+from pk_jax import _capability, _selection
 from pk_jax._primitives.ragged_dot import ragged_dot_p
 from pk_jax._tuning import matmul_model, ragged_dot_model
 from pk_jax.config import Config
@@ -80,6 +80,8 @@ def test_when_the_kernels_run(call_of):
         call_of(*sizes, "float32")
     with pytest.raises(NotImplementedError, match="to float16 has no CUDA ragged_dot"):
         call_of(*sizes, preferred_element_type=jnp.float16)
+    with pytest.raises(NotImplementedError, match="at most, got 67108864; split it"):
+        call_of(2**26, 8, 8, 2)
 
 
 def test_maps_of_kernels(can_run, lowered, calls, caplog):
@@ -102,3 +104,11 @@ def test_plans():
     assert ragged_dot_model.choose(1, 300, 78) == ragged_dot_model.Plan("64x256", 78)
     for plan, tile in zip(ragged_dot_model.candidates(132), matmul_model.TILES, strict=True):
         assert plan == ragged_dot_model.choose(5, 1, 132, (tile.rows, tile.cols))
+
+
+@pytest.mark.parametrize("op", ["matmul", "ragged_dot", "psum"])
+def test_a_library_without_the_kernel(op):
+    """It was built from other sources: nothing that could be loaded besides."""
+    old = _capability.Capability(0, handlers=("pk_jax_all_gather",))
+    reason = _selection.why_no_kernel(op, [old])
+    assert reason == f"the extension library has no kernel for {op}; rebuild pk_jax"

@@ -26,6 +26,9 @@ OP = "matmul"
 # Rows of a matrix in memory begin at multiples of this many elements, 16 bytes.
 ALIGNMENT = 8
 
+# The kernel counts rows and columns, those of a tile past the edge too, in 32 bits.
+MOST_SIZE = 2**31 - 1 - 256
+
 matmul_p = Primitive("pk_matmul")
 
 
@@ -177,7 +180,9 @@ def _reference(a: Any, b: Any, *, implementation: Any, config: Any, **params: An
     return reference.matmul(a, b, **params)
 
 
-def lower(ctx: Any, *operands: Any, op: str, reference: Any, cuda: Any, **params: Any) -> Any:
+def lower(
+    ctx: Any, *operands: Any, op: str, reference: Any, cuda: Any, most: int, **params: Any
+) -> Any:
     """The lowering rule of products: the kernel or the reference, on the operands as they are.
 
     Args:
@@ -186,12 +191,13 @@ def lower(ctx: Any, *operands: Any, op: str, reference: Any, cuda: Any, **params
         op: its name.
         reference: the op in jax.lax.
         cuda: the op by its kernel, on so many SMs (`num_sms`).
+        most: the largest dimension that the kernel counts.
         params: those of the primitive.
     """
     rule = reference
     empty = any(0 in aval.shape for aval in (*ctx.avals_in, *ctx.avals_out))
     if params["implementation"] != "reference" and not empty:
-        decision = _decide(op, ctx, params)
+        decision = _decide(op, ctx, most, params)
         if decision.path == "cuda":
             rule = functools.partial(cuda, num_sms=_num_sms(ctx))
         else:
@@ -199,7 +205,7 @@ def lower(ctx: Any, *operands: Any, op: str, reference: Any, cuda: Any, **params
     return mlir.lower_fun(rule, multiple_results=False)(ctx, *operands, **params)
 
 
-def _decide(op: str, ctx: Any, params: dict[str, Any]) -> _selection.Decision:
+def _decide(op: str, ctx: Any, most: int, params: dict[str, Any]) -> _selection.Decision:
     platforms = ctx.module_context.platforms
     if tuple(platforms) != ("cuda",):
         return _selection.Decision("reference", _selection.why_platform(op, *platforms))
@@ -208,6 +214,9 @@ def _decide(op: str, ctx: Any, params: dict[str, Any]) -> _selection.Decision:
         return _selection.Decision(
             "reference", _selection.why_mixed(op, x.dtype, w.dtype, params["dtype"])
         )
+    largest = max(max(aval.shape) for aval in (*ctx.avals_in, *ctx.avals_out))
+    if largest > most:
+        return _selection.Decision("reference", _selection.why_too_long(op, largest, most))
     if params["implementation"] is None and params["config"].tile is None:
         return _selection.Decision("reference", _selection.SLOWER)
     if _compat.is_partitioned(ctx):
@@ -274,4 +283,7 @@ matmul_p.def_impl(functools.partial(_compat.run_eagerly, matmul_p))
 matmul_p.def_effectful_abstract_eval(_abstract_eval)
 ad.defbilinear(matmul_p, _to_a, _to_b)
 batching.primitive_batchers[matmul_p] = _batch
-mlir.register_lowering(matmul_p, functools.partial(lower, op=OP, reference=_reference, cuda=_cuda))
+mlir.register_lowering(
+    matmul_p,
+    functools.partial(lower, op=OP, reference=_reference, cuda=_cuda, most=MOST_SIZE),
+)

@@ -24,6 +24,9 @@ from pk_jax.config import Config, resolve
 
 OP = "ragged_dot"
 
+# The kernel adds up the rows of 32 groups at a time, none longer than all, in 32 bits.
+MOST_SIZE = (2**31 - 1) // 32
+
 ragged_dot_p = Primitive("pk_ragged_dot")
 ragged_contract_p = Primitive("pk_ragged_contract")
 
@@ -126,12 +129,12 @@ def _batch(
     operands: Any, dims: Any, *, primitive: Primitive, places: Any, place: int, **params: Any
 ) -> Any:
     """A map over all operands is lax's batched product; any other runs one by one, in a loop."""
-    if params["implementation"] == "cuda":
-        raise NotImplementedError(
-            f"{OP}: there are no kernels for a map; use jax.lax.map, which runs them one by one, "
-            "or implementation=None"
-        )
     if None not in dims:
+        if params["implementation"] == "cuda":
+            raise NotImplementedError(
+                f"{OP}: there are no kernels for a map over all operands; use jax.lax.map, which "
+                "runs them one by one, or implementation=None"
+            )
         moved = [jnp.moveaxis(*each) for each in zip(operands, dims, places, strict=True)]
         return _bind(primitive, *moved, **params), place
     # lax has no such map. In a loop an operand that is not mapped is not copied.
@@ -158,9 +161,11 @@ def _reference_of_groups(*xs: Any, implementation: Any, **params: Any) -> Any:
 
 def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
     if ctx.avals_in[0].ndim > 2:
-        fall_back(OP, None, _selection.Decision("reference", _selection.MAPPED))
+        if params["implementation"] is None and tuple(ctx.module_context.platforms) == ("cuda",):
+            fall_back(OP, None, _selection.Decision("reference", _selection.MAPPED))
         return mlir.lower_fun(_reference, multiple_results=False)(ctx, *operands, **params)
-    return matmul.lower(ctx, *operands, op=OP, reference=_reference, cuda=_cuda, **params)
+    rules = {"reference": _reference, "cuda": _cuda}
+    return matmul.lower(ctx, *operands, op=OP, most=MOST_SIZE, **rules, **params)
 
 
 def _cuda(lhs: Any, rhs: Any, group_sizes: Any, *, num_sms: int, **params: Any) -> Any:

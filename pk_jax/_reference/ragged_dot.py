@@ -6,6 +6,8 @@ cut there. A map over all operands is a leading dimension of each; groups come b
 
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 
@@ -38,9 +40,23 @@ def ragged_contract(lhs: Any, rhs: Any, group_sizes: Any, *, dtype: Any, precisi
     return _in_dtype(lhs, rhs, group_sizes, numbers, dtype, precision)
 
 
+def cut(group_sizes: Any, num_rows: int) -> Any:
+    """The sizes as the kernel reads them: none below 0, and none past the last row.
+
+    lax adds them up as they are, in their dtype.
+    """
+    sizes = jnp.clip(group_sizes, 0, num_rows)
+    if num_rows * sizes.shape[-1] <= np.iinfo(np.int32).max:
+        return sizes
+    axis = sizes.ndim - 1
+    ends = lax.associative_scan(lambda a, b: jnp.minimum(a, num_rows - b) + b, sizes, axis=axis)
+    return jnp.diff(ends, axis=axis, prepend=0)
+
+
 def _in_dtype(
     lhs: Any, rhs: Any, group_sizes: Any, numbers: Any, dtype: Any, precision: Any
 ) -> Any:
+    group_sizes = cut(group_sizes, lhs.shape[lhs.ndim - 2])
     # Two dtypes meet in gradients only: there lax computes in the wider and then rounds.
     product = lax.ragged_dot_general(
         lhs,
