@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
@@ -115,6 +116,8 @@ std::vector<std::string> load_custom_ops(const std::string& path,
     }
     if (taken.contains(op->name))
       throw Error(path + ": " + op->name + " is the name of an op of pk_jax; choose another");
+    if (std::find(added.begin(), added.end(), op->name) != added.end())
+      throw Error(path + ": op " + op->name + " is twice in its PK_JAX_CUSTOM_OPS(...)");
     added.push_back(op->name);
   }
   *library.functions = &kCallFunctions;

@@ -11,8 +11,8 @@
 namespace pk {
 
 // Opens a library, for good, and returns the names of the ops that were not here before. Throws
-// Error, with nothing added, if it does not fit this pk_jax, or has an op of a name that is `taken`
-// or another library's.
+// Error, with nothing added, if it does not fit this pk_jax, or has an op of a name that is
+// `taken`, another library's or another op's of its own.
 std::vector<std::string> load_custom_ops(const std::string& path,
                                          const std::set<std::string>& taken);
 

@@ -13,9 +13,7 @@
 #include <cstring>
 #include <map>
 #include <optional>
-#include <set>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "ffi/call_site.h"
@@ -80,14 +78,10 @@ nb::dict handlers() {
 }
 
 // Targets of the ops that a library brought.
-std::vector<std::string> load_ops(const std::string& path) {
-  std::set<std::string> taken;
-  constexpr std::string_view prefix = "pk_jax_";
-  for (const auto& [target, stages] : handlers())
-    taken.insert(nb::cast<std::string>(target).substr(prefix.size()));
+std::vector<std::string> load_ops(const std::string& path, const std::vector<std::string>& taken) {
   std::vector<std::string> targets;
-  for (const std::string& name : pk::load_custom_ops(path, taken))
-    targets.push_back(std::string(prefix) + name);
+  for (const std::string& name : pk::load_custom_ops(path, {taken.begin(), taken.end()}))
+    targets.push_back("pk_jax_" + name);
   return targets;
 }
 
@@ -232,9 +226,9 @@ std::vector<std::vector<std::array<int, 4>>> parts_of(const pk::MatmulWalk& walk
 NB_MODULE(_ffi, m) {
   m.def("handlers", &handlers,
         "Target name -> {stage: capsule}, for jax.ffi.register_ffi_target on platform CUDA.");
-  m.def("load_ops", &load_ops, nb::arg("path"),
+  m.def("load_ops", &load_ops, nb::arg("path"), nb::arg("taken"),
         "Opens a library of custom ops and returns the targets that handlers() has gained. "
-        "RuntimeError if it does not fit this library.");
+        "RuntimeError if it does not fit this library, or has an op of a name that is taken.");
   m.def("types", &types,
         "Type name -> {type_id, type_info}, for jax.ffi.register_ffi_type, before the handlers.");
   m.def("build_info", &build_info, "What this library was built with.");

@@ -5,7 +5,10 @@ keeps the reason for whoever asks (the selection, the doctor, implementation="cu
 registrations until a backend is made, so importing pk_jax starts no backend.
 """
 
+import ctypes
 import importlib
+import os
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +23,9 @@ OLDEST_JAXLIB = (0, 11, 2)
 
 library: Any = None
 load_error: Exception | None = None
+
+# The files behind the libraries of custom ops that are open.
+_opened: dict[Path, tuple[int, ...]] = {}
 
 
 def why_missing() -> str | None:
@@ -57,8 +63,12 @@ def cuda_runtime() -> tuple[int, ...] | None:
     return tuple(int(part) for part in library.build_info()["cuda_runtime"].split("."))
 
 
-def load_ops(path: Path) -> tuple[str, ...]:
+def load_ops(path: Path, taken: Iterable[str]) -> tuple[str, ...]:
     """Loads a library of custom ops and registers its handlers; returns the names of new ops.
+
+    Args:
+        path: the library.
+        taken: names that its ops may not have.
 
     Raises:
         ImportError: the compiled library is missing, or does not take this one.
@@ -66,14 +76,34 @@ def load_ops(path: Path) -> tuple[str, ...]:
     reason = why_missing()
     if reason is not None:
         raise ImportError(f"{path} has kernels for pk_jax, but {reason}")
+    # The dynamic loader goes by the path: for a new file it would give back the old library.
+    found = path.stat()
+    file = (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size)
+    if _opened.get(path, file) != file:
+        raise ImportError(
+            f"{path} has changed since it was loaded; a library that was built again is seen by a "
+            "new process"
+        )
     try:
-        targets = library.load_ops(str(path))
+        targets = library.load_ops(str(path), list(taken))
     except RuntimeError as error:
         raise ImportError(str(error)) from error
+    finally:
+        if _is_open(path):
+            _opened[path] = file
     stages = library.handlers()
     for target in targets:
         jax.ffi.register_ffi_target(target, stages[target], platform="CUDA")
     return tuple(target.removeprefix("pk_jax_") for target in targets)
+
+
+def _is_open(path: Path) -> bool:
+    """Whether a library is open in this process: also one that was refused stays so."""
+    try:
+        ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD)
+    except OSError:
+        return False
+    return True
 
 
 def _load() -> tuple[ModuleType | None, Exception | None]:

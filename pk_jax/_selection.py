@@ -42,6 +42,9 @@ _SUMS = ("psum", "pmean", "psum_scatter")
 _REDUCTIONS = (*_SUMS, "pmax", "pmin")
 _PRODUCTS = ("matmul", "ragged_dot")
 
+# What no library may call its op: ops and custom calls of pk_jax.
+TAKEN = frozenset((*OPS, *_PRODUCTS, "noop"))
+
 # The ops that are another's custom call.
 _CALLS: dict[str, str] = dict.fromkeys(("pmax", "pmin", "pmean"), "psum")
 
@@ -325,6 +328,11 @@ NAMED = (
 PARTITIONED = (
     "XLA partitions this program over several devices, and a custom call would make it gather the "
     "operands on each; call it inside jax.shard_map"
+)
+
+ALONE = (
+    "a group of one rank has no peers, which the kernels of custom ops are for; the reference "
+    "means the same there"
 )
 
 _CROSSES_HOSTS = "the axis crosses hosts"

@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 import pk_jax as pk
@@ -40,6 +41,13 @@ def headers() -> Path:
         return Path(pk.get_include())
     except ImportError as error:
         pytest.skip(str(error))
+
+
+def in_numpy(x, weight, eps):
+    """A rank's part of the example's result, in float64."""
+    wide = x.astype(np.float64)
+    normal = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + eps)
+    return normal * weight.astype(np.float64)
 
 
 def relative(folder: Path) -> list[str]:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import Mesh
+from kernel_example import in_numpy
 from rank_models import on, put
 
 import pk_jax as pk
@@ -25,12 +26,6 @@ def op():
 @pytest.fixture(scope="module")
 def mesh():
     return Mesh(np.array(jax.devices("cuda")), ("x",))
-
-
-def in_numpy(x, weight, eps):
-    wide = x.astype(np.float64)
-    normal = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + eps)
-    return normal * weight.astype(np.float64)
 
 
 @pytest.mark.parametrize("dtype", (np.float32, ml_dtypes.bfloat16))

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from kernel_example import in_numpy
 
 import pk_jax as pk
 from pk_jax import _selection
@@ -42,12 +43,6 @@ def op():
 
 def random(shape, dtype=np.float32, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
-
-
-def in_numpy(x, weight, eps):
-    wide = x.astype(np.float64)
-    normal = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + eps)
-    return normal * weight.astype(np.float64)
 
 
 # The page
@@ -209,7 +204,6 @@ def test_an_op_that_was_not_loaded():
 
 
 def test_refused_arguments(op, mesh_of, per_rank):
-    reference = kernel_example.module().reference
     mesh, x = mesh_of(x=2), random((2, 3, 4))
 
     def refused(f, error, text):
@@ -226,14 +220,6 @@ def test_refused_arguments(op, mesh_of, per_rank):
         NotImplementedError,
         "no rule for jax.vmap; give it one with",
     )
-    call = functools.partial(pk.call_op, "rms_norm_gather")
-    refused(lambda x: call(reference, (x, weight), "x", eps=[1]), TypeError, r"eps=\[1\] must be a")
-    refused(lambda x: call(reference, (x,), "x", channel=3), ValueError, "'channel' is one that pk")
-    refused(lambda x: call(reference, (), "x"), TypeError, "operands must be arrays")
-    refused(lambda x: call(None, (x,), "x"), TypeError, "reference must be a function")
-    pair = lambda x, *, axis_name: (x, x)  # noqa: E731
-    refused(lambda x: call(pair, (x,), "x"), TypeError, "must return one array, got 2")
-    refused(lambda x: call(pair, (x,), "x", implementation="best"), ValueError, "implementation")
 
 
 # The library
@@ -255,6 +241,35 @@ def test_headers_are_the_checkout_s_and_include_nothing_else():
         assert all(name.startswith("copy_engine") for name in missing), missing
 
 
+@pytest.fixture
+def compiled():
+    """Compiles a library in C of ops by some names, which nobody calls; of none, without a list."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    own, *layout = (ctypes.c_uint32 * 7).in_dll(
+        ctypes.CDLL(str(kernel_example.library())), "pk_jax_custom_ops"
+    )
+
+    def compile_(path, names, version=own, mailbox=layout[-1]):
+        numbers = (version, *layout[:-1], mailbox, len(names))
+        ops = ", ".join(f'{{"{name}"}}' for name in names)
+        source = path.with_suffix(".c")
+        source.write_text(
+            f"static struct {{ const char* name; void *execute, *load; }} ops[] = {{{ops}}};\n"
+            "static const void* functions;\n"
+            "struct { unsigned numbers[8]; const void *ops, *functions; } pk_jax_custom_ops = "
+            f"{{{{{', '.join(map(str, numbers))}}}, ops, &functions}};\n"
+            if names
+            else "int nothing;\n"
+        )
+        built = path.with_suffix(".new")
+        subprocess.run([compiler, "-shared", "-fPIC", source, "-o", built], check=True)
+        return built.rename(path)
+
+    return compile_
+
+
 def test_library_is_loaded_once():
     path = kernel_example.library()
     kernel_example.module()
@@ -263,6 +278,29 @@ def test_library_is_loaded_once():
     shutil.copy(path, copy)
     with pytest.raises(ImportError, match=f"rms_norm_gather is here already, from {path}"):
         pk.load_ops(copy)
+
+
+def test_library_that_was_built_again_where_it_was(tmp_path, compiled):
+    """The dynamic loader would give back the old one, also if that one was refused."""
+    path = compiled(tmp_path / "lib.so", ["grown"])
+    assert pk.load_ops(path) == ("grown",) and pk.load_ops(path) == ()
+    compiled(path, ["grown", "added"])
+    with pytest.raises(
+        ImportError, match=f"{path} has changed since it was loaded; .* new process"
+    ):
+        pk.load_ops(path)
+    path = compiled(tmp_path / "refused.so", ["grew"], version=99)
+    for _ in range(2):
+        with pytest.raises(ImportError, match="built for version 99"):
+            pk.load_ops(path)
+    compiled(path, ["grew"])
+    with pytest.raises(ImportError, match="has changed since it was loaded"):
+        pk.load_ops(path)
+    path = tmp_path / "text.so"
+    path.write_text("not a library")
+    with pytest.raises(ImportError, match=r"text\.so"):
+        pk.load_ops(path)
+    assert pk.load_ops(compiled(path, ["mended"])) == ("mended",)
 
 
 def test_handler_gets_its_call_from_pk_jax(tmp_path):
@@ -304,34 +342,28 @@ def test_handler_gets_its_call_from_pk_jax(tmp_path):
     ], done.stdout + done.stderr
 
 
-def test_libraries_that_do_not_fit(tmp_path):
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler")
-    version, *layout = (ctypes.c_uint32 * 7).in_dll(
-        ctypes.CDLL(str(kernel_example.library())), "pk_jax_custom_ops"
-    )
-
-    def refused(text, *numbers, name="other"):
-        source, library = tmp_path / "ops.c", tmp_path / f"{len(list(tmp_path.iterdir()))}.so"
-        source.write_text(
-            f'static struct {{ const char* name; void *execute, *load; }} op = {{"{name}"}};\n'
-            "static const void* functions;\n"
-            "struct { unsigned numbers[8]; const void *ops, *functions; } pk_jax_custom_ops = "
-            f"{{{{{', '.join(map(str, numbers))}}}, &op, &functions}};\n"
-            if numbers
-            else "int nothing;\n"
-        )
-        subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library], check=True)
+def test_libraries_that_do_not_fit(tmp_path, compiled):
+    def refused(text, *args, **kwargs):
+        library = compiled(tmp_path / f"{len(list(tmp_path.iterdir()))}.so", *args, **kwargs)
         with pytest.raises(ImportError, match=text):
             pk.load_ops(library)
 
-    refused("holds no ops: PK_JAX_CUSTOM_OPS")
-    refused(rf"built for version 99 .* this is version {version}; build it again .*get_include", 99)
-    refused("built with headers of another pk_jax; build it again", version, *layout[:-1], 1, 1)
-    refused("psum is the name of an op of pk_jax", version, *layout, 1, name="psum")
-    (tmp_path / "text.so").write_text("not a library")
-    with pytest.raises(ImportError, match=r"text\.so"):
-        pk.load_ops(tmp_path / "text.so")
-    with pytest.raises(FileNotFoundError, match="no library of custom ops at"):
+    refused("holds no ops: PK_JAX_CUSTOM_OPS", [])
+    again = "build it again .*get_include"
+    refused(rf"built for version 99 .* this is version \d+; {again}", ["other"], version=99)
+    refused(f"built with headers of another pk_jax; {again}", ["other"], mailbox=1)
+    refused("op other is twice in its PK_JAX_CUSTOM_OPS", ["other", "more", "other"])
+    for name in (*_selection.OPS, "matmul", "ragged_dot", "noop"):
+        refused(f"{name} is the name of an op of pk_jax; choose another", ["other", name])
+    with pytest.raises(FileNotFoundError, match=r"at .*none\.so; build it first"):
         pk.load_ops(tmp_path / "none.so")
+    with pytest.raises(FileNotFoundError, match="is a folder; name the library in it"):
+        pk.load_ops(tmp_path)
+
+
+def test_names_of_pk_s_own_calls_are_taken():
+    kernel_example.library()  # so there are kernels
+    code = "from pk_jax import _registry; print(*_registry.library.handlers())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    targets = {target.removeprefix("pk_jax_") for target in done.stdout.split()}
+    assert "psum" in targets and targets <= _selection.TAKEN

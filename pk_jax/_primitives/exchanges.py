@@ -152,16 +152,13 @@ def _all_to_all_cuda(ctx: Any, x: Any, *, groups: list[list[int]], **params: Any
     where = (params["axis_size"], params["split_axis"], params["concat_axis"])
     work = _all_to_all_work(aval.shape, aval.dtype, *where)
     seen = view(aval.shape, *where)
-    return emit(
-        ctx,
-        "all_to_all",
-        [x],
-        groups,
-        choose(ctx, work, params["config"]),
-        batch=np.int64(seen.batch),
-        rows=np.int64(seen.rows),
-        split_first=np.int64(seen.split_first),
-    )
+    attributes = {
+        "batch": np.int64(seen.batch),
+        "rows": np.int64(seen.rows),
+        "split_first": np.int64(seen.split_first),
+    }
+    choice = choose(ctx, work, params["config"])
+    return emit(ctx, "all_to_all", [x], groups, choice, attributes)
 
 
 def _all_to_all_work(
@@ -252,7 +249,7 @@ def _ppermute_cuda(ctx: Any, x: Any, *, groups: list[list[int]], **params: Any) 
         destinations[source] = to
     work = _ppermute_work(aval.shape, aval.dtype, size)
     choice = choose(ctx, work, params["config"])
-    return emit(ctx, "ppermute", [x], groups, choice, destinations=destinations)
+    return emit(ctx, "ppermute", [x], groups, choice, {"destinations": destinations})
 
 
 def _ppermute_work(shape: tuple[int, ...], dtype: Any, num_ranks: int) -> cost_model.Work:

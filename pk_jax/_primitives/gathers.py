@@ -163,7 +163,7 @@ def _all_gather_cuda(ctx: Any, x: Any, *, groups: list[list[int]], **params: Any
         [x],
         groups,
         choose(ctx, work, params["config"]),
-        outer=np.int64(math.prod(aval.shape[:axis])),
+        {"outer": np.int64(math.prod(aval.shape[:axis]))},
     )
 
 
@@ -285,8 +285,7 @@ def _psum_scatter_cuda(ctx: Any, x: Any, *, groups: list[list[int]], **params: A
         [x],
         groups,
         choose(ctx, work, params["config"]),
-        outer=np.int64(math.prod(aval.shape[:dimension])),
-        reduction="sum",
+        {"outer": np.int64(math.prod(aval.shape[:dimension])), "reduction": "sum"},
     )
 
 

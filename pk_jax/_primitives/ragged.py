@@ -281,9 +281,11 @@ def _emit_cuda(ctx: Any, *operands: Any, groups: list[list[int]], **params: Any)
         [operand, output, *indices],
         groups,
         cost_model.Choice("register", "simple", num_blocks, math.nan),
+        {
+            "row_bytes": np.int64(math.prod(aval.shape[1:]) * aval.dtype.itemsize),
+            "checks": np.int64(checked),
+        },
         aliases={1: 0},
-        row_bytes=np.int64(math.prod(aval.shape[1:]) * aval.dtype.itemsize),
-        checks=np.int64(checked),
     )
 
 

@@ -126,15 +126,9 @@ def _cuda(ctx: Any, x: Any, *, op: str, groups: list[list[int]], **params: Any) 
     num_bytes = math.prod(aval.shape) * aval.dtype.itemsize
     work = cost_model.Work("psum", num_bytes, len(groups[0]), num_bytes)
     choice = choose(ctx, work, params["config"])
-    return emit(
-        ctx,
-        "psum",
-        [x],
-        groups,
-        choice,
-        reduction={"psum": "sum", "pmax": "max", "pmin": "min"}[op],
-        algorithm=choice.algorithm,
-    )
+    reduction = {"psum": "sum", "pmax": "max", "pmin": "min"}[op]
+    attributes = {"reduction": reduction, "algorithm": choice.algorithm}
+    return emit(ctx, "psum", [x], groups, choice, attributes)
 
 
 for _op, _primitive in _PRIMITIVES.items():

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,6 +35,8 @@ class Rules(NamedTuple):
         alone: (operand, shape of the result, parameters) -> result in a group of one rank.
         across_hosts: (operand, inner axes, parameters) -> result, where the kernels can serve the
             inner axes and not all; None if the op cannot be composed so.
+        needs_peers: whether a group of one rank has no kernel, which the log and
+            implementation="cuda" then say; else nothing moves there and nothing is said.
     """
 
     op: str
@@ -45,6 +47,7 @@ class Rules(NamedTuple):
     transpose: Callable[..., Any] | None = None
     alone: Callable[..., Any] = lambda x, shape, **_: lax.reshape(x, shape)
     across_hosts: Callable[..., Any] | None = None
+    needs_peers: bool = False
 
 
 def of_transpose(params: dict[str, Any]) -> str | None:
@@ -65,6 +68,9 @@ def lower(ctx: Any, *operands: Any, rules: Rules, **params: Any) -> Any:
     groups = _compat.rank_groups(ctx, axes, index_groups)
     if 0 in out.shape or all(len(group) == 1 for group in groups):
         # No elements, or groups of one: nothing moves.
+        if rules.needs_peers and 0 not in out.shape and params["implementation"] != "reference":
+            alone = _selection.Decision("reference", _selection.ALONE)
+            fall_back(op, params["implementation"], alone)
         alone = functools.partial(rules.alone, shape=out.shape)
         return mlir.lower_fun(alone, multiple_results=False)(ctx, *operands, **params)
     if params["implementation"] != "reference":
@@ -92,7 +98,7 @@ def lower(ctx: Any, *operands: Any, rules: Rules, **params: Any) -> Any:
 def fall_back(op: str, implementation: str | None, decision: _selection.Decision) -> None:
     """Says once why an op takes the reference; raises it if the kernels were asked for."""
     if implementation == "cuda":
-        named = "" if decision.reason.startswith(op) else f"{op}: "
+        named = "" if decision.reason.startswith(f"{op} ") else f"{op}: "
         raise NotImplementedError(named + decision.reason)
     _selection.log_once(op, decision)
 
@@ -148,8 +154,8 @@ def emit(
     operands: Sequence[Any],
     groups: Sequence[Sequence[int]],
     choice: cost_model.Choice,
+    attributes: Mapping[str, Any],
     aliases: dict[int, int] | None = None,
-    **attributes: Any,
 ) -> list[Any]:
     """Emits the custom call of an op.
 
@@ -160,8 +166,8 @@ def emit(
         groups: logical ids of the ranks of each group.
         choice: how it is to run. Its scratch is one more result of the call, which is dropped:
             so XLA plans that memory with the rest of the program's.
+        attributes: those of this op alone, of other names than those that all calls have.
         aliases: operands that give their memory to a result: numbers of both.
-        attributes: those of this op alone.
     """
     devices = _compat.mesh_devices(ctx)
     logical_ids = np.array(groups, np.int64).ravel()
@@ -172,18 +178,21 @@ def emit(
     avals_out = list(ctx.avals_out)
     if choice.scratch_bytes:
         avals_out.append(ShapedArray((choice.scratch_bytes,), np.dtype(np.uint8)))
-    results = jax.ffi.ffi_lowering(f"pk_jax_{op}", operand_output_aliases=aliases)(
-        ctx.replace(avals_out=avals_out),
-        *operands,
-        groups=logical_ids,
-        devices=global_ids,
-        group_size=np.int64(len(groups[0])),
-        channel=np.int64(next_channel(ctx, groups)),
-        mechanism=choice.mechanism,
-        protocol=choice.protocol,
-        num_blocks=np.int64(choice.num_blocks),
-        **attributes,
+    common = {
+        "groups": logical_ids,
+        "devices": global_ids,
+        "group_size": np.int64(len(groups[0])),
+        "channel": np.int64(next_channel(ctx, groups)),
+        "mechanism": choice.mechanism,
+        "protocol": choice.protocol,
+        "num_blocks": np.int64(choice.num_blocks),
+    }
+    # Not as keywords, among which an attribute could have the name of a parameter.
+    config = {key: mlir.ir_attribute(value) for key, value in (common | {**attributes}).items()}
+    rule = jax.ffi.ffi_lowering(
+        f"pk_jax_{op}", backend_config=config, operand_output_aliases=aliases
     )
+    results = rule(ctx.replace(avals_out=avals_out), *operands)
     return list(results)[: len(ctx.avals_out)]
 
 
