@@ -1,6 +1,4 @@
 // matmul for XLA: decode, check that buffers and attributes fit, launch. No maths.
-//
-// Without state: the attributes are decoded at every execution, which a captured graph does once.
 #include "ffi/matmul.h"
 
 #include <cuda_runtime_api.h>
@@ -53,15 +51,6 @@ ffi::Error execute(cudaStream_t stream, ffi::RemainingArgs operands, ffi::Remain
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(pk_matmul_initialize, initialize,
-                              ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(pk_matmul_execute, execute,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attrs<ffi::Dictionary>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+PK_DEFINE_PRODUCT(matmul);
 
 }  // namespace pk

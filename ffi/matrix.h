@@ -60,4 +60,17 @@ inline bool is_bfloat16(const xla::ffi::AnyBuffer& a, const xla::ffi::AnyBuffer&
   return type == Type::BF16;
 }
 
+// The handlers of a product from its functions initialize and execute. Without state: attributes
+// are decoded at every execution, which a captured graph does once.
+#define PK_DEFINE_PRODUCT(op)                                                                    \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(pk_##op##_initialize, initialize,                                \
+                                xla::ffi::Ffi::BindInitialize().Ctx<xla::ffi::DeviceOrdinal>()); \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(pk_##op##_execute, execute,                                      \
+                                xla::ffi::Ffi::Bind()                                            \
+                                    .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()               \
+                                    .RemainingArgs()                                             \
+                                    .RemainingRets()                                             \
+                                    .Attrs<xla::ffi::Dictionary>(),                              \
+                                {xla::ffi::Traits::kCmdBufferCompatible})
+
 }  // namespace pk

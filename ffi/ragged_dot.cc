@@ -56,15 +56,6 @@ ffi::Error execute(cudaStream_t stream, ffi::RemainingArgs operands, ffi::Remain
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(pk_ragged_dot_initialize, initialize,
-                              ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(pk_ragged_dot_execute, execute,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attrs<ffi::Dictionary>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+PK_DEFINE_PRODUCT(ragged_dot);
 
 }  // namespace pk

@@ -63,3 +63,30 @@ def poison(results):
     jax.block_until_ready(arrays)
     for array in arrays:
         array.delete()
+
+
+# Sizes of groups of 24 rows.
+SIZES = {
+    "random": (3, 5, 1, 7, 8),
+    "skewed": (1, 0, 20, 2, 1),
+    "empty ones": (0, 12, 0, 0, 12),
+    "all in one": (0, 0, 24, 0, 0),
+    "short sum": (2, 0, 3, 4, 1),
+    "nothing": (0, 0, 0, 0, 0),
+    "past the last row": (10, 10, 10, 10, 10),
+}
+
+
+def operands(m=24, k=9, n=11, g=5, dtype="float32"):
+    return values((m, k), dtype), values((g, k, n), dtype, seed=1)
+
+
+def sizes_of(*sizes, dtype="int32"):
+    return jnp.asarray(sizes, dtype)
+
+
+def by_slices(lhs, rhs, sizes):
+    """The product by slices, which JAX can differentiate as often as it likes."""
+    ends = np.minimum(np.cumsum(sizes), len(lhs))
+    parts = [lhs[e - s : e] @ w for e, s, w in zip(ends, sizes, rhs, strict=True)]
+    return jnp.concatenate([*parts, jnp.zeros((len(lhs) - ends[-1], rhs.shape[2]))])
