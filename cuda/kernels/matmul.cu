@@ -12,7 +12,8 @@ namespace {
 using matmul::ceil_div;
 using matmul::Instance;
 
-constexpr int kBandRows = 2048;  // of C at least: about as many as a wave has columns
+constexpr int64_t kBandRows = 2048;      // of C at least: about as many as a wave has columns
+constexpr int64_t kBandBytes = 8 << 20;  // of A that stay in the L2, while results pass through it
 constexpr int64_t kMostSize = INT32_MAX - 256;  // a tile past the edge is still an int
 
 Instance<MatmulWalk> instance_of(MatmulTile tile, bool bfloat16, bool transpose_a,
@@ -38,8 +39,10 @@ cudaError_t launch_matmul(const MatmulOperands& in, const MatmulPlan& plan, cuda
   args.walk.num_blocks = plan.num_blocks;
   args.walk.split_tiles = plan.split_tiles;
   args.walk.split = plan.split;
-  // A band of a narrow result is a wave, so that no wave reads what another has read.
-  args.walk.band_rows = std::max(kBandRows / instance.tile_m, plan.num_blocks / num_n);
+  // Each band reads all of B again, so bands are as long as their rows of A stay in the L2. A band
+  // of a narrow result is a wave, so that no wave reads what another has read.
+  const int64_t band = std::max(kBandRows, std::min<int64_t>(kBandBytes / (2 * in.k), in.m));
+  args.walk.band_rows = std::max(static_cast<int>(band / instance.tile_m), plan.num_blocks / num_n);
   const MatmulWalk& walk = args.walk;
   if (int64_t{walk.num_m} * walk.num_n > INT32_MAX || !known || plan.num_blocks <= 0 ||
       plan.num_blocks % plan.split != 0 || plan.split_tiles < 0 || walk.whole_tiles() < 0 ||

@@ -115,9 +115,10 @@ struct Matmul {
     Part part = parts.next(), next{};
     for (; part.num_steps > 0; part = next) {
       const int tile_row = part.row(Shape::kM) + row, tile_col = part.n * Shape::kN + col;
+      pending.spread(part.num_steps, consumer, Crew::kConsumers);
       const auto meanwhile = [&](int step) {
         if (step == 0) next = parts.next();
-        pending.store_panel(buffers, args.c, end_row);
+        pending.store_due(step, buffers, args.c, end_row);
       };
       if (tile_row >= part.end_row()) {  // the other consumer's rows are all there are
         skip(shared.pipeline, consumer, part.num_steps, at, meanwhile);
@@ -187,11 +188,12 @@ struct Matmul {
             shared.b[at.stage].descriptor(col, i), step > 0 || i > 0);
       }
       ptx::wgmma_commit_group();
+      // Two steps are in flight now, so this may take long.
+      meanwhile(step);
       if (step > 0) {
         ptx::wgmma_wait_group<1>();
         if (is_first_thread()) shared.pipeline.release(previous);
       }
-      meanwhile(step);
       previous = at.stage;
     }
     ptx::wgmma_wait_group<0>();

@@ -104,15 +104,21 @@ class PendingTile {
     left_ = kPanels;
   }
 
-  // Stores the next panel, if one is left, up to the row where the matrix ends, or the tile's group
-  // of rows.
-  __device__ __forceinline__ void store_panel(PanelBuffers& buffers, const Result& result,
-                                              int end_row) {
-    if (left_ == 0) return;
-    store_panel(buffers[threadIdx.x % 128 / 32][turn_], result, end_row,
-                std::make_integer_sequence<int, kPanels>{});
-    --left_;
-    turn_ ^= 1;
+  // The panels are to leave evenly over the next `num_steps` steps, and not those of both consumers
+  // at the same time: all blocks finish their tiles together, and if they store at once the loads
+  // wait for the L2.
+  __device__ __forceinline__ void spread(int num_steps, int consumer, int num_consumers) {
+    interval_ = max(1, num_steps / kPanels);
+    due_ = 1 + consumer * interval_ / num_consumers;  // in the first step one is in flight
+  }
+
+  // After a step: stores the next panel if it is due, up to the row where the matrix ends, or the
+  // tile's group of rows.
+  __device__ __forceinline__ void store_due(int step, PanelBuffers& buffers, const Result& result,
+                                            int end_row) {
+    if (left_ == 0 || step < due_) return;
+    store_panel(buffers, result, end_row);
+    due_ += interval_;
   }
 
   __device__ __forceinline__ void store_rest(PanelBuffers& buffers, const Result& result,
@@ -122,6 +128,14 @@ class PendingTile {
 
  private:
   static constexpr int kPanels = kCols / kPanel;
+
+  __device__ __forceinline__ void store_panel(PanelBuffers& buffers, const Result& result,
+                                              int end_row) {
+    store_panel(buffers[threadIdx.x % 128 / 32][turn_], result, end_row,
+                std::make_integer_sequence<int, kPanels>{});
+    --left_;
+    turn_ ^= 1;
+  }
 
   // Registers have no index at run time: one of kPanels branches is taken.
   template <int... kIndices>
@@ -147,8 +161,9 @@ class PendingTile {
 
   RoundedTile<kType, kCols> tile_;
   int row_, col_;
-  int left_ = 0;  // panels
-  int turn_ = 0;  // of the buffers, on from tile to tile
+  int left_ = 0;                // panels
+  int due_ = 0, interval_ = 1;  // steps
+  int turn_ = 0;                // of the buffers, on from tile to tile
 };
 
 }  // namespace pk
