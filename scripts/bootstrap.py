@@ -80,7 +80,8 @@ class Environment:
         if stamp and stamp.exists() and stamp.read_text() == key:
             return False
         say(f"installing what {step} needs into {self.python.parent.parent.relative_to(ROOT)}")
-        self.pip("--upgrade", *requirements)
+        # Of all that is installed few modules are imported: Python compiles these when they are.
+        self.pip("--upgrade", "--no-compile", *requirements)
         if stamp:
             stamp.write_text(key)
         return True

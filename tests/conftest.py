@@ -7,6 +7,7 @@ them fails instead of being skipped.
 
 import os
 import re
+import tempfile
 
 REQUIRED_GPUS = int(os.environ.get("PK_JAX_REQUIRE_GPUS", "0"))
 
@@ -31,6 +32,15 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 from pk_jax import _selection  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+if not REQUIRED_GPUS:
+    # Here each program runs once, so optimising it costs more than it gives; and an op's program is
+    # often, to the letter, that of what it is compared with, so it is compiled once for both.
+    _compiled = tempfile.TemporaryDirectory(prefix="pk_jax-compiled")
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_compilation_cache_dir", _compiled.name)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax.config.update("jax_raise_persistent_cache_errors", True)
 
 
 def pytest_configure(config):
