@@ -93,13 +93,17 @@ def run_case(
     return record(op, case, times, errors, plans, skipped, method, stamp), failures
 
 
-def operands(case: MatmulCase) -> tuple[list[tuple[jax.Array, jax.Array]], None]:
-    """Pairs of operands; of few rows, whose time is that of reading the second one, several."""
+def operands(case: MatmulCase) -> tuple[list[tuple[jax.Array, jax.Array]], jax.Array | None]:
+    """Pairs of operands; of few rows, whose time is that of reading the second one, several.
+
+    Besides, the bias of a case with an epilogue.
+    """
     a = draw((case.k, case.m) if case.transpose_a else (case.m, case.k), seed=0)
     b = draw((case.n, case.k) if case.transpose_b else (case.k, case.n), seed=1)
     if case.m > FEW_ROWS:
         del b[1:]
-    return [(a[i % len(a)], b[i % len(b)]) for i in range(max(len(a), len(b)))], None
+    bias = draw_one((case.n,), 99) if case.activation else None
+    return [(a[i % len(a)], b[i % len(b)]) for i in range(max(len(a), len(b)))], bias
 
 
 def draw(shape: tuple[int, ...], seed: int) -> list[jax.Array]:
@@ -136,13 +140,19 @@ def products(
     """The ways to make the product, by name; "default" is what the model chooses."""
     params = {"transpose_a": case.transpose_a, "transpose_b": case.transpose_b, "dtype": DTYPE}
 
-    def xla(pair: Any, _: Any) -> Any:
-        return reference.matmul(*pair, precision=None, **params)
+    def xla(pair: Any, bias: Any) -> Any:
+        return finished(case, reference.matmul(*pair, precision=None, **params), bias)
 
-    def call(pair: Any, _: Any, plan: matmul_model.Plan) -> Any:
-        return primitive.call(*pair, plan=plan, **params | {"dtype": np.dtype(DTYPE)})
+    def call(pair: Any, bias: Any, plan: matmul_model.Plan) -> Any:
+        epilogue = {"bias": bias, "activation": case.activation}
+        return primitive.call(*pair, plan=plan, **epilogue, **params | {"dtype": np.dtype(DTYPE)})
 
     return ways(xla, call, plans if forced else plans[:1], label)
+
+
+def finished(case: MatmulCase, product: Any, bias: Any) -> Any:
+    """The product with the epilogue of the case, in its own dtype."""
+    return reference.finish(product, bias=bias, activation=case.activation, dtype=product.dtype)
 
 
 def ways(xla: Any, call: Any, plans: Iterable[Any], label: Callable[[Any], str]) -> dict[str, Any]:
@@ -185,11 +195,11 @@ def largest_error(op: Op, case: Any, compiled: Any, firsts: list[Any], second: A
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def error(case: MatmulCase, result: Any, pair: Any, _: Any) -> Any:
+def error(case: MatmulCase, result: Any, pair: Any, bias: Any) -> Any:
     """The relative norm of what a result differs by from the product in fp32."""
     a, b = (x.astype(jnp.float32) for x in pair)
     a, b = a.T if case.transpose_a else a, b.T if case.transpose_b else b
-    want = jnp.matmul(a, b, precision="highest")
+    want = finished(case, jnp.matmul(a, b, precision="highest"), bias)
     return jnp.linalg.norm(result.astype(jnp.float32) - want) / jnp.linalg.norm(want)
 
 

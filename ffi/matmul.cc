@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <atomic>
+#include <string>
 #include <string_view>
 
 #include "ffi/attributes.h"
@@ -40,6 +41,17 @@ ffi::Error execute(cudaStream_t stream, ffi::RemainingArgs operands, ffi::Remain
     in.a = a.untyped_data();
     in.b = b.untyped_data();
     in.c = c.untyped_data();
+    in.activation = matmul_activation_from(attribute<std::string_view>(attributes, "activation"));
+    if (attribute<bool>(attributes, "bias")) {
+      const ffi::AnyBuffer bias = operand(operands, 2);
+      in.float32_bias = bias.element_type() == ffi::DataType::F32;
+      if (!in.float32_bias && bias.element_type() != a.element_type())
+        throw Error("the bias must be float32 or of the operands' type");
+      if (static_cast<int64_t>(bias.element_count()) != in.pitch_c)
+        throw Error("the bias has " + std::to_string(bias.element_count()) + " elements for " +
+                    std::to_string(in.pitch_c) + " columns");
+      in.bias = bias.untyped_data();
+    }
     MatmulPlan plan{};
     plan.tile = matmul_tile_from(attribute<std::string_view>(attributes, "tile"));
     plan.num_blocks = static_cast<int>(integer(attributes, "num_blocks", 1, kMaxBlocksOfMatmul));

@@ -11,6 +11,7 @@ from jax import lax
 from pk_jax import config as _config
 from pk_jax._primitives import matmul as _matmul
 from pk_jax._primitives import product_checks
+from pk_jax._primitives.matmul_epilogue import matmul_epilogue
 from pk_jax._primitives.rules import fall_back
 from pk_jax._reference import matmul as reference
 from pk_jax._selection import Decision
@@ -21,20 +22,27 @@ def matmul(
     x: Any,
     w: Any,
     *,
+    bias: Any = None,
+    activation: str | None = None,
     preferred_element_type: Any = None,
     implementation: str | None = None,
     config: Config | None = None,
 ) -> jax.Array:
-    """The product x @ w, accumulated in fp32 and rounded once.
+    """The product activation(x @ w + bias), accumulated in fp32 and rounded once.
 
     It runs where it is called, inside or outside ``jax.shard_map``, on one device's arrays; nothing
     is communicated. Its gradients are products of the same kind; with operands of 16 bits and a
-    float32 result they are ``jax.lax.dot_general`` in float32, as the cotangent is. Where XLA is
-    known to partition the program over several devices it is ``jax.lax.dot_general``.
+    float32 result they are ``jax.lax.dot_general`` in float32, as the cotangent is. Where there is
+    an activation to differentiate, the product is saved in float32 before bias and activation,
+    which then are XLA's; ``jax.remat`` makes it again. Where XLA is known to partition the program
+    over several devices it is ``jax.lax.dot_general``.
 
     Args:
         x: [..., k]; its leading dimensions are rows of one matrix.
         w: [k, n].
+        bias: [n], of the dtype in which the operands are multiplied, or float32; None for none.
+        activation: "relu", "gelu" (the form with tanh, ``jax.nn.gelu``'s own) or "silu"; None for
+            none.
         preferred_element_type: dtype of the result; None is that of ``jnp.result_type(x, w)``, in
             which operands of two dtypes are multiplied.
         implementation: "cuda" runs the kernel: float16 or bfloat16 operands of one dtype, a result
@@ -49,12 +57,13 @@ def matmul(
 
     Raises:
         TypeError: an operand is not an array of numbers, or they have no product of the dtype.
-        ValueError: shapes that do not fit, or a knob that the op does not have.
+        ValueError: shapes that do not fit, an unknown activation, or a knob that the op does not
+            have.
 
     A layer of a network::
 
         >>> x, w = jnp.ones((4, 7, 64), jnp.bfloat16), jnp.ones((64, 32), jnp.bfloat16)
-        >>> pk.matmul(x, w).shape
+        >>> pk.matmul(x, w, bias=jnp.zeros(32), activation="gelu").shape
         (4, 7, 32)
     """
     op = "matmul"
@@ -74,20 +83,28 @@ def matmul(
         )
     common = jnp.result_type(x, w)
     dtype = product_checks.result_dtype(op, common, preferred_element_type)
+    product_checks.check_epilogue(op, bias, activation, w.shape[1], common)
+    plain = bias is None and activation is None
     x, w = (lax.convert_element_type(operand, common) for operand in (x, w))
     partitioned = _matmul.why_partitioned(x, w)
     if partitioned is not None:
         if implementation == "cuda" or (implementation is None and resolved.tile is not None):
             fall_back(op, implementation, Decision("reference", partitioned))
-        return reference.contract_last(x, w, dtype=dtype)
+        if plain:
+            return reference.contract_last(x, w, dtype=dtype)
+        product = reference.contract_last(x, w, dtype=reference.accumulated(common, dtype))
+        return reference.finish(product, bias=bias, activation=activation, dtype=dtype)
     leading = x.shape[:-1]
-    product = _matmul.matmul(
-        x if len(leading) == 1 else lax.reshape(x, (math.prod(leading), x.shape[-1])),
-        w,
-        dtype=dtype,
+    rows = x if len(leading) == 1 else lax.reshape(x, (math.prod(leading), x.shape[-1]))
+    params = {
+        "dtype": dtype,
         # As lax.dot_general takes it when it is called; None would ask again when it is lowered.
-        precision=jax.config.jax_default_matmul_precision or lax.Precision.DEFAULT,
-        implementation=implementation,
-        config=resolved,
-    )
+        "precision": jax.config.jax_default_matmul_precision or lax.Precision.DEFAULT,
+        "implementation": implementation,
+        "config": resolved,
+    }
+    if plain:
+        product = _matmul.matmul(rows, w, **params)
+    else:
+        product = matmul_epilogue(rows, w, bias, activation=activation, **params)
     return product if len(leading) == 1 else lax.reshape(product, (*leading, w.shape[1]))

@@ -26,7 +26,9 @@ ONCE = harness.Method(sample_ms=0.0, samples=2, forced=True)
 
 def test_cases_have_names_of_their_own():
     assert len({case.name for case in MATMULS}) == len(MATMULS)
-    assert {tag for case in MATMULS for tag in case.tags} == {"plain", "layout", "decode"}
+    assert {tag for case in MATMULS for tag in case.tags} == {
+        *("plain", "layout", "decode", "epilogue")
+    }
 
 
 @pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True), (True, True)])
@@ -37,6 +39,16 @@ def test_a_case(transposed):
     assert record.baselines["xla"] == record.bound_us > 0
     assert record.median_us is None  # no kernels here
     assert record.shape == [24, 16, 40] and record.method["calls"] == 60
+
+
+def test_a_case_with_an_epilogue():
+    case = dataclasses.replace(TINY, activation="gelu")
+    record, failures = products.run_case(case, ONCE, {}, products.MATMUL)
+    assert not failures and record.baselines["xla"] > 0
+    pairs, bias = products.operands(case)
+    product = products.products(case, [], forced=False)["xla"]
+    assert float(products.error(case, product(pairs[0], bias), pairs[0], bias)) <= 1e-2
+    assert float(products.error(TINY, product(pairs[0], bias), pairs[0], bias)) > 0.1
 
 
 @pytest.mark.parametrize("wrong", [lambda y: y * 1.01, lambda y: y.at[3, 3].set(jnp.nan)])

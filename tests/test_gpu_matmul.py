@@ -16,6 +16,7 @@ from product_models import compiled, poison
 
 import pk_jax as pk
 from pk_jax._primitives.matmul import call, matmul_p
+from pk_jax._reference import matmul as reference
 from pk_jax._tuning import matmul_model
 from pk_jax.config import Config
 
@@ -41,18 +42,20 @@ def operands(m, n, k, transpose_a, transpose_b, dtype, seed=0):
     return jnp.asarray(a.astype(dtype)), jnp.asarray(b.astype(dtype))
 
 
-def _error(got, a, b):
-    """The relative norm of what `got` differs from a @ b in fp32; NaN if it holds one."""
-    want = jnp.matmul(a.astype(jnp.float32), b.astype(jnp.float32), precision="highest")
+def _error(got, a, b, finish=lambda y: y):
+    """The relative norm of what `got` differs from finish(a @ b) in fp32; NaN if it holds one."""
+    want = finish(jnp.matmul(a.astype(jnp.float32), b.astype(jnp.float32), precision="highest"))
     return jnp.linalg.norm(got.astype(jnp.float32) - want) / jnp.linalg.norm(want)
 
 
-def run(products):
+def run(products, finishes=None):
     """Runs products in one program, twice; the results must be right, and equal in both runs.
 
     Args:
         products: of each (m, n, k), (transpose_a, transpose_b), dtype, function of (a, b), limit.
+        finishes: of each what becomes of the product in fp32.
     """
+    finishes = finishes or [lambda y: y] * len(products)
     inputs = [
         operands(*s, *layout, dtype, seed=i) for i, (s, layout, dtype, *_) in enumerate(products)
     ]
@@ -64,8 +67,8 @@ def run(products):
 
     def check(xs, first, again):
         errors = [
-            _error(got, a.T if ta else a, b.T if tb else b)
-            for (a, b), got, (ta, tb) in zip(xs, first, layouts, strict=True)
+            _error(got, a.T if ta else a, b.T if tb else b, finish)
+            for (a, b), got, (ta, tb), finish in zip(xs, first, layouts, finishes, strict=True)
         ]
         equal = [(one == other).all() for one, other in zip(first, again, strict=True)]
         return errors, equal
@@ -131,6 +134,75 @@ def test_every_plan(tile, layout):
 
                 products.append((sizes, layout, "float16", f, limit))
     run(products)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[::3], ids=("nn", "tt"))
+@pytest.mark.parametrize("tile", matmul_model.TILES, ids=lambda tile: tile.name)
+def test_every_epilogue(tile, layout):
+    """Each activation with a bias of each dtype and without, on whole and on split tiles.
+
+    Of few steps of k, where activations bend, and of many; a bias of the wrong column shows.
+    """
+    kinds = itertools.cycle(
+        itertools.product((None, "relu", "gelu", "silu"), (None, "float16", "float32"))
+    )
+    products, finishes = [], []
+    for sizes in ((129, 1001, 2), (300, 520, 777), (3, 5, 2), (70, 2000, 4096), (1000, 1000, 1000)):
+        for plan in plans(*sizes, 132):
+            if plan.tile != tile.name:
+                continue
+            for dtype, limit in (("float16", ROUNDED), ("float32", EXACT)):
+                activation, of_bias = next(kinds)
+                bias = None
+                if of_bias is not None:
+                    numbers = np.random.default_rng(len(products)).standard_normal(sizes[1])
+                    bias = jnp.asarray(numbers.astype(of_bias))
+
+                def f(a, b, plan=plan, dtype=dtype, activation=activation, bias=bias):
+                    params = {"transpose_a": layout[0], "transpose_b": layout[1]}
+                    params |= {"activation": activation, "bias": bias}
+                    return call(a, b, plan=plan, dtype=np.dtype(dtype), **params)
+
+                def finish(y, activation=activation, bias=bias):
+                    return reference.finish(y, activation=activation, bias=bias, dtype=y.dtype)
+
+                products.append((sizes, layout, "float16", f, limit))
+                finishes.append(finish)
+    run(products, finishes)
+
+
+def test_an_epilogue_of_numbers_that_are_not_finite():
+    """NaN stays NaN and infinity infinity, large numbers do not become NaN."""
+    x = jnp.asarray([[np.nan], [np.inf], [3e38], [-3e38], [1e20]], jnp.bfloat16)
+    w = jnp.ones((1, 8), jnp.bfloat16)
+    for activation in ("relu", "gelu", "silu"):
+        got = pk.matmul(x, w, activation=activation, implementation="cuda")
+        want = reference.finish(
+            x.astype(jnp.float32) * jnp.ones((1, 8)), activation=activation, dtype=jnp.bfloat16
+        )
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+
+
+def test_gradients_of_an_epilogue():
+    """By the kernel forward, and as those of the unfused ops in 16 bits."""
+    x, w = operands(200, 136, 72, False, False, "bfloat16")
+    bias = jnp.linspace(-4, 4, 136)
+
+    def loss(x, w, bias):
+        y = pk.matmul(x / 8, w, bias=bias, activation="gelu", implementation="cuda")
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    def unfused(x, w, bias):
+        y = jnp.matmul(x / 8, w, preferred_element_type=jnp.float32)
+        return jnp.sum(reference.finish(y, bias=bias, activation="gelu", dtype=y.dtype) ** 2)
+
+    for got, want in zip(
+        jax.jit(jax.grad(loss, (0, 1, 2)))(x, w, bias),
+        jax.jit(jax.grad(unfused, (0, 1, 2)))(x, w, bias),
+        strict=True,
+    ):
+        got, want = (np.asarray(each, np.float32) for each in (got, want))
+        assert np.linalg.norm(got - want) <= 2e-2 * np.linalg.norm(want)
 
 
 def test_gradients():

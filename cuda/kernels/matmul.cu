@@ -22,6 +22,30 @@ Instance<MatmulWalk> instance_of(MatmulTile tile, bool bfloat16, bool transpose_
   return find(tile, transpose_a, !transpose_b);
 }
 
+Epilogue epilogue_of(const MatmulOperands& in) {
+  Epilogue epilogue;
+  epilogue.bias = in.bias;
+  epilogue.float32_bias = in.float32_bias;
+  epilogue.last_col = static_cast<int>(in.pitch_c) - 2;
+  switch (in.activation) {
+    case MatmulActivation::kNone:
+      break;
+    case MatmulActivation::kRelu:
+      epilogue.activation = Activation::kRelu;
+      break;
+    case MatmulActivation::kGelu:  // 2 sqrt(2 / pi) (1 + 0.044715 x^2)
+      epilogue.activation = Activation::kSigmoid;
+      epilogue.linear = 1.5957691216f;
+      epilogue.cubic = 0.0713548163f;
+      break;
+    case MatmulActivation::kSilu:
+      epilogue.activation = Activation::kSigmoid;
+      epilogue.linear = 1;
+      break;
+  }
+  return epilogue;
+}
+
 }  // namespace
 
 cudaError_t launch_matmul(const MatmulOperands& in, const MatmulPlan& plan, cudaStream_t stream) {
@@ -44,7 +68,8 @@ cudaError_t launch_matmul(const MatmulOperands& in, const MatmulPlan& plan, cuda
   if (int64_t{walk.num_m} * walk.num_n > INT32_MAX || !known || plan.num_blocks <= 0 ||
       plan.num_blocks % plan.split != 0 || plan.split_tiles < 0 || walk.whole_tiles() < 0 ||
       plan.split > walk.num_steps || int64_t{plan.split_tiles} * plan.split > plan.num_blocks ||
-      (plan.split_tiles > 0 && walk.whole_tiles() % plan.num_blocks != 0))
+      (plan.split_tiles > 0 && walk.whole_tiles() % plan.num_blocks != 0) ||
+      reinterpret_cast<uintptr_t>(in.bias) % 8 != 0)
     return cudaErrorInvalidValue;
 
   // With few rows of tiles all blocks that need a part of B read it at the same time.
@@ -58,8 +83,8 @@ cudaError_t launch_matmul(const MatmulOperands& in, const MatmulPlan& plan, cuda
   const Matrix b{const_cast<void*>(in.b), in.transpose_b ? in.n : in.k,
                  in.transpose_b ? in.k : in.n, in.pitch_b};
   const Matrix c{in.c, in.m, in.n, in.pitch_c};
-  return launch(instance, args, a, b, c, in.bfloat16, in.float32_result, rows_past, plan.num_blocks,
-                plan.split, stream);
+  return launch(instance, args, epilogue_of(in), a, b, c, in.bfloat16, in.float32_result, rows_past,
+                plan.num_blocks, plan.split, stream);
 }
 
 cudaError_t load_matmul() {

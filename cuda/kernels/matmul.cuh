@@ -62,13 +62,6 @@ struct WholeSource {
   __device__ __forceinline__ void wait(const Part&) const {}
 };
 
-// C is the product.
-struct PlainEpilogue {
-  __device__ __forceinline__ float operator()(float value, int /*row*/, int /*col*/) const {
-    return value;
-  }
-};
-
 template <typename Shape, ptx::Half kType, Major kMajorA, Major kMajorB, typename Walk,
           typename Source, typename Epilogue>
 struct Matmul {
@@ -136,10 +129,7 @@ struct Matmul {
             });
         return;  // it is the last part
       }
-      tile.for_each_pair([&](int r, int c, float& x, float& y) {
-        x = epilogue(x, tile_row + r, tile_col + c);
-        y = epilogue(y, tile_row + r, tile_col + c + 1);
-      });
+      epilogue.template apply<kType>(tile, tile_row, tile_col);
       if (args.c.float32) {
         args.c.store(tile, tile_row, tile_col, end_row);
         continue;
@@ -200,10 +190,7 @@ struct Matmul {
   }
 
   __device__ __forceinline__ void store(Strip& strip, ResultPanel& panel, int row, int col) const {
-    strip.for_each_pair([&](int r, int c, float& x, float& y) {
-      x = epilogue(x, row + r, col + c);
-      y = epilogue(y, row + r, col + c + 1);
-    });
+    epilogue.template apply<kType>(strip, row, col);
     if (args.c.float32) {
       args.c.store(strip, row, col);
     } else {

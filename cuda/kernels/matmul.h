@@ -1,4 +1,5 @@
-// matmul: C[m, n] = A[m, k] B[k, n] of bfloat16 or float16, accumulated in fp32.
+// matmul: C[m, n] = activation(A[m, k] B[k, n] + bias[n]) of bfloat16 or float16, in fp32 until it
+// is rounded.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -6,6 +7,9 @@
 #include <cstdint>
 
 namespace pk {
+
+// gelu is the form with tanh.
+enum class MatmulActivation { kNone, kRelu, kGelu, kSilu };
 
 struct MatmulOperands {
   const void* a;  // [m, k], or [k, m] with transpose_a
@@ -16,6 +20,9 @@ struct MatmulOperands {
   bool transpose_a, transpose_b;
   bool bfloat16;  // or float16
   bool float32_result;
+  const void* bias;   // [pitch_c], or null
+  bool float32_bias;  // or of the operands' type
+  MatmulActivation activation;
 };
 
 // Rows and columns of a block's tile.

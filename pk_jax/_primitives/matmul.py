@@ -94,13 +94,13 @@ def why_not_dtypes(operands: Any, dtype: Any) -> str | None:
     """Why lax.dot_general has no product in `dtype` of operands of a dtype; None if it has."""
     matrix = ShapedArray((1, 1), operands)
     try:
-        _abstract_eval(matrix, matrix, transpose_a=False, transpose_b=False, dtype=dtype)
+        abstract_eval(matrix, matrix, transpose_a=False, transpose_b=False, dtype=dtype)
     except TypeError as error:
         return str(error)
     return None
 
 
-def _abstract_eval(a: Any, b: Any, **params: Any) -> Any:
+def abstract_eval(a: Any, b: Any, **params: Any) -> Any:
     return lax.dot_general_p.abstract_eval(
         a,
         b,
@@ -147,11 +147,11 @@ def _batch(operands: Any, dims: Any, **params: Any) -> Any:
     """A map over one operand makes its matrix longer; a map over both is lax's batched product."""
     (a, b), (da, db) = operands, dims
     if da is None:
-        b, shape = _longer(b, db, before=params["transpose_b"])
+        b, shape = longer(b, db, before=params["transpose_b"])
         result = matmul_p.bind(a, b, **params)
         return result.reshape(result.shape[0], *shape), 1
     if db is None:
-        a, shape = _longer(a, da, before=not params["transpose_a"])
+        a, shape = longer(a, da, before=not params["transpose_a"])
         result = matmul_p.bind(a, b, **params)
         return result.reshape(*shape, result.shape[1]), 0
     if params["implementation"] == "cuda":
@@ -162,7 +162,7 @@ def _batch(operands: Any, dims: Any, **params: Any) -> Any:
     return jax.vmap(functools.partial(_reference, **params), (da, db))(a, b), 0
 
 
-def _longer(x: Any, d: int, *, before: bool) -> tuple[Any, tuple[int, int]]:
+def longer(x: Any, d: int, *, before: bool) -> tuple[Any, tuple[int, int]]:
     """A mapped matrix as one matrix, its rows (or columns, unless `before`) times the map's.
 
     Returns:
@@ -249,17 +249,23 @@ def call(
     a: Any,
     b: Any,
     *,
+    bias: Any = None,
+    activation: str | None = None,
     transpose_a: bool,
     transpose_b: bool,
     dtype: Any,
     plan: matmul_model.Plan,
 ) -> Any:
-    """The custom call, on operands with rows of whole 16 bytes."""
+    """The custom call, on operands with rows of whole 16 bytes; the bias goes with the result's."""
     m, n, k = _sizes(a, b, transpose_a, transpose_b)
     result = jax.ShapeDtypeStruct((m, n + -n % ALIGNMENT), dtype)
+    more = [] if bias is None else [padded(bias)]
     out = jax.ffi.ffi_call("pk_jax_matmul", result)(
         padded(a),
         padded(b),
+        *more,
+        bias=np.bool_(bias is not None),
+        activation=activation or "none",
         m=np.int64(m),
         n=np.int64(n),
         k=np.int64(k),
@@ -280,7 +286,7 @@ def padded(x: Any) -> Any:
 
 
 matmul_p.def_impl(functools.partial(_compat.run_eagerly, matmul_p))
-matmul_p.def_effectful_abstract_eval(_abstract_eval)
+matmul_p.def_effectful_abstract_eval(abstract_eval)
 ad.defbilinear(matmul_p, _to_a, _to_b)
 batching.primitive_batchers[matmul_p] = _batch
 mlir.register_lowering(

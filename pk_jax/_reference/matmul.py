@@ -1,8 +1,17 @@
-"""The matrix product in jax.lax."""
+"""The matrix product in jax.lax, and what becomes of it before it is rounded."""
 
+import functools
 from typing import Any
 
+import jax
+import numpy as np
 from jax import lax
+
+ACTIVATIONS = {
+    "relu": jax.nn.relu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=True),
+    "silu": jax.nn.silu,
+}
 
 
 def dimension_numbers(transpose_a: bool, transpose_b: bool) -> Any:
@@ -28,4 +37,19 @@ def matmul(
         precision=precision,
         preferred_element_type=dtype if a.dtype == b.dtype else None,
     )
+    return lax.convert_element_type(product, dtype)
+
+
+def accumulated(operands: Any, dtype: Any) -> Any:
+    """The dtype in which a product of floats of a dtype, to be rounded to another, is made."""
+    return np.dtype("float64" if "float64" in (operands, dtype) else "float32")
+
+
+def finish(product: Any, *, activation: str | None, dtype: Any, bias: Any = None) -> Any:
+    """activation(product + bias), [..., n], in the product's dtype and then rounded to `dtype`."""
+    if bias is not None:
+        bias = lax.convert_element_type(bias, product.dtype)
+        product += lax.broadcast_in_dim(bias, product.shape, (product.ndim - 1,))
+    if activation is not None:
+        product = ACTIVATIONS[activation](product)
     return lax.convert_element_type(product, dtype)
