@@ -27,7 +27,7 @@ ONCE = harness.Method(sample_ms=0.0, samples=2, forced=True)
 def test_cases_have_names_of_their_own():
     assert len({case.name for case in MATMULS}) == len(MATMULS)
     assert {tag for case in MATMULS for tag in case.tags} == {
-        *("plain", "layout", "decode", "epilogue")
+        *("plain", "layout", "decode", "epilogue", "float8")
     }
 
 
@@ -41,14 +41,21 @@ def test_a_case(transposed):
     assert record.shape == [24, 16, 40] and record.method["calls"] == 60
 
 
-def test_a_case_with_an_epilogue():
-    case = dataclasses.replace(TINY, activation="gelu")
+@pytest.mark.parametrize(
+    "fields",
+    [{"activation": "gelu"}, {"dtype": "float8_e4m3fn", "transpose_b": True}],
+    ids=("epilogue", "float8"),
+)
+def test_a_case_with_more_than_the_product(fields):
+    """What it has besides is in the product that is compared with."""
+    case = dataclasses.replace(TINY, **fields)
     record, failures = products.run_case(case, ONCE, {}, products.MATMUL)
     assert not failures and record.baselines["xla"] > 0
-    pairs, bias = products.operands(case)
-    product = products.products(case, [], forced=False)["xla"]
-    assert float(products.error(case, product(pairs[0], bias), pairs[0], bias)) <= 1e-2
-    assert float(products.error(TINY, product(pairs[0], bias), pairs[0], bias)) > 0.1
+    assert record.dtype == fields.get("dtype", "bfloat16")
+    (pair, *_), more = products.operands(case)
+    result = products.products(case, [], forced=False)["xla"](pair, more)
+    bare = dataclasses.replace(case, activation=None)
+    assert float(products.error(bare, result, pair, {})) > 0.1
 
 
 @pytest.mark.parametrize("wrong", [lambda y: y * 1.01, lambda y: y.at[3, 3].set(jnp.nan)])

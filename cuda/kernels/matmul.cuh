@@ -72,6 +72,10 @@ struct Matmul {
   using Crew = Shape::Crew;
   using Sum = ClusterSum<Crew::kConsumers, Shape::kConsumerN>;
   static_assert(Sum::kBytes <= sizeof(Memory::a) + sizeof(Memory::b));
+  static constexpr ptx::Half kResult = ptx::half_of(kType);
+  // wgmma adds products of e4m3 up in some 14 bits, so that each step's sum goes into registers of
+  // its own, and the steps are added up in fp32.
+  static constexpr bool kSumOfSteps = kType == ptx::Half::kE4m3;
 
   const Args<Walk>& args;
   Memory& shared;
@@ -101,7 +105,7 @@ struct Matmul {
     const int row = Shape::kSideBySide ? 0 : consumer * 64;
     const int col = Shape::kSideBySide ? consumer * Shape::kConsumerN : 0;
     PanelBuffers& buffers = shared.c[consumer];
-    PendingTile<kType, Shape::kConsumerN> pending;
+    PendingTile<kResult, Shape::kConsumerN> pending;
     At at;
     typename Walk::Parts parts(args.walk, blockIdx.x);
     int end_row = INT32_MAX;  // of the pending tile
@@ -167,16 +171,28 @@ struct Matmul {
   __device__ __forceinline__ void multiply(Memory& shared, Tile& tile, int row, int col, int steps,
                                            At& at, Meanwhile meanwhile) {
     uint32_t previous = 0;
+    Tile own;  // of one step
+    Tile& sum = kSumOfSteps ? own : tile;
+    if constexpr (kSumOfSteps) tile = Tile{};
     for (int step = 0; step < steps; ++step, at.advance()) {
       shared.pipeline.wait_full(at);
       ptx::wgmma_fence();
 #pragma unroll
       for (int i = 0; i < kBlockK / kWgmmaK; ++i) {
         ptx::wgmma<kType, Memory::A::kTransposed, Memory::B::kTransposed>(
-            tile.value, shared.a[at.stage].descriptor(row, i),
-            shared.b[at.stage].descriptor(col, i), step > 0 || i > 0);
+            sum.value, shared.a[at.stage].descriptor(row, i), shared.b[at.stage].descriptor(col, i),
+            (!kSumOfSteps && step > 0) || i > 0);
       }
       ptx::wgmma_commit_group();
+      if constexpr (kSumOfSteps) {
+        // Meanwhile the tensor cores are at the other consumer's step.
+        meanwhile(step);
+        ptx::wgmma_wait_group<0>();
+        ptx::written(own.value);
+        if (is_first_thread()) shared.pipeline.release(at.stage);
+        tile.add(own);
+        continue;
+      }
       if (step > 0) {
         ptx::wgmma_wait_group<1>();
         if (is_first_thread()) shared.pipeline.release(previous);
@@ -184,6 +200,7 @@ struct Matmul {
       meanwhile(step);
       previous = at.stage;
     }
+    if constexpr (kSumOfSteps) return;
     ptx::wgmma_wait_group<0>();
     ptx::written(tile.value);
     if (is_first_thread()) shared.pipeline.release(previous);
@@ -194,7 +211,7 @@ struct Matmul {
     if (args.c.float32) {
       args.c.store(strip, row, col);
     } else {
-      args.c.template store_rounded<kType>(strip, panel, row, col);
+      args.c.template store_rounded<kResult>(strip, panel, row, col);
     }
   }
 };

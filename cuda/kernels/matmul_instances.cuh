@@ -107,6 +107,7 @@ inline int ceil_div(int64_t x, int64_t by) { return static_cast<int>((x + by - 1
 // Of one operand type, each compiled by itself.
 Instance<MatmulWalk> bfloat16_instance(MatmulTile tile, bool m_contiguous, bool n_contiguous);
 Instance<MatmulWalk> float16_instance(MatmulTile tile, bool m_contiguous, bool n_contiguous);
+Instance<MatmulWalk> float8_instance(MatmulTile tile);  // without a kernel for most tiles
 
 template <typename Shape, ptx::Half kType>
 Instance<MatmulWalk> of_majors(bool m_contiguous, bool n_contiguous) {

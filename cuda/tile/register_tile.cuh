@@ -27,6 +27,11 @@ struct Accumulator {
   }
   static __device__ __forceinline__ int col() { return threadIdx.x % 4 * 2; }
 
+  __device__ __forceinline__ void add(const Accumulator& other) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) value[i] += other.value[i];
+  }
+
   // f(row, col, value, its neighbour's in the next column) for all that this thread holds.
   template <typename F>
   __device__ __forceinline__ void for_each_pair(F f) {

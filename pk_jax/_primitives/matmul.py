@@ -23,7 +23,7 @@ from pk_jax.config import Config, resolve
 
 OP = "matmul"
 
-# Rows of a matrix in memory begin at multiples of this many elements, 16 bytes.
+# Rows of a matrix in memory begin at multiples of this many elements of two bytes, 16 bytes.
 ALIGNMENT = 8
 
 # The kernel counts rows and columns, those of a tile past the edge too, in 32 bits.
@@ -210,7 +210,8 @@ def _decide(op: str, ctx: Any, most: int, params: dict[str, Any]) -> _selection.
     if tuple(platforms) != ("cuda",):
         return _selection.Decision("reference", _selection.why_platform(op, *platforms))
     x, w, *_ = ctx.avals_in
-    if x.dtype != w.dtype or params["dtype"] not in (x.dtype, np.dtype("float32")):
+    taken = (jnp.bfloat16, np.float16) if x.dtype == jnp.float8_e4m3fn else (x.dtype,)
+    if x.dtype != w.dtype or params["dtype"] not in (*taken, np.float32):
         return _selection.Decision(
             "reference", _selection.why_mixed(op, x.dtype, w.dtype, params["dtype"])
         )
@@ -235,7 +236,7 @@ def _num_sms(ctx: Any) -> int:
 
 def _cuda(a: Any, b: Any, *, num_sms: int, **params: Any) -> Any:
     m, n, k = _sizes(a, b, params["transpose_a"], params["transpose_b"])
-    plan = matmul_model.choose(m, n, k, num_sms, params["config"].tile)
+    plan = matmul_model.choose(m, n, k, num_sms, params["config"].tile, a.dtype.itemsize)
     names = ("transpose_a", "transpose_b", "dtype")
     return call(a, b, plan=plan, **{name: params[name] for name in names})
 
@@ -251,19 +252,34 @@ def call(
     *,
     bias: Any = None,
     activation: str | None = None,
+    scale_x: Any = None,
+    scale_w: Any = None,
     transpose_a: bool,
     transpose_b: bool,
     dtype: Any,
     plan: matmul_model.Plan,
 ) -> Any:
-    """The custom call, on operands with rows of whole 16 bytes; the bias goes with the result's."""
+    """The custom call, on operands with rows of whole 16 bytes; the bias goes with the result's.
+
+    Of float8 both operands lie with k contiguous, since tensor cores take no others, and a result
+    in float16 is made in float32.
+    """
     m, n, k = _sizes(a, b, transpose_a, transpose_b)
-    result = jax.ShapeDtypeStruct((m, n + -n % ALIGNMENT), dtype)
-    more = [] if bias is None else [padded(bias)]
+    made = dtype
+    if a.dtype == jnp.float8_e4m3fn:
+        a, b = a.T if transpose_a else a, b if transpose_b else b.T
+        transpose_a, transpose_b = False, True
+        made = np.float32 if dtype == np.float16 else dtype
+        if bias is not None and bias.dtype != jnp.bfloat16:
+            bias = lax.convert_element_type(bias, np.float32)
+    more = [] if scale_x is None else [scale_x, scale_w]
+    more += [] if bias is None else [padded(bias, ALIGNMENT)]
+    result = jax.ShapeDtypeStruct((m, n + -n % ALIGNMENT), made)
     out = jax.ffi.ffi_call("pk_jax_matmul", result)(
         padded(a),
         padded(b),
         *more,
+        scales=np.bool_(scale_x is not None),
         bias=np.bool_(bias is not None),
         activation=activation or "none",
         m=np.int64(m),
@@ -276,12 +292,15 @@ def call(
         split_tiles=np.int64(plan.split_tiles),
         split=np.int64(plan.split),
     )
-    return out if n % ALIGNMENT == 0 else out[:, :n]
+    return lax.convert_element_type(out if n % ALIGNMENT == 0 else out[:, :n], dtype)
 
 
-def padded(x: Any) -> Any:
-    """The matrices of an operand with rows of whole 16 bytes, zeros where there was nothing."""
-    missing = -x.shape[-1] % ALIGNMENT
+def padded(x: Any, multiple: int | None = None) -> Any:
+    """The matrices of an operand with rows of whole 16 bytes, zeros where there was nothing.
+
+    Or of a multiple of so many elements.
+    """
+    missing = -x.shape[-1] % (multiple or 16 // x.dtype.itemsize)
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
 

@@ -1,9 +1,9 @@
 """The primitive pk_matmul_epilogue: a product with what becomes of it before it is rounded.
 
-`activation(a @ b + bias)`, in fp32 where the product was accumulated. It is not linear; its
-derivative is that of the unfused ops, in terms of pk_matmul, so there are gradients of any order.
-With an activation what the derivative needs of the forward pass is saved, the product in fp32
-(jax.remat computes it again); without one that is nothing but the operands.
+`activation(a @ b * scale_x * scale_w + bias)`, in fp32 where the product was accumulated. Products
+of float8 are all made by it. It is not linear; its derivative is that of the unfused ops, in terms
+of pk_matmul, so there are gradients of any order. Where an activation, or scales that move, need
+the product's value it is saved, in fp32 (jax.remat makes it again); else nothing but the operands.
 """
 
 import functools
@@ -28,16 +28,24 @@ matmul_epilogue_p = Primitive("pk_matmul_epilogue")
 def matmul_epilogue(
     a: Any,
     b: Any,
-    bias: Any,
     *,
+    bias: Any,
+    scale_x: Any,
+    scale_w: Any,
     activation: str | None,
     dtype: Any,
     precision: Any,
     implementation: str | None,
     config: Config,
 ) -> Any:
-    """Binds pk_matmul_epilogue to [m, k], [k, n] and [n] or None; the arguments are checked."""
-    more = {} if bias is None else {"bias": bias}
+    """Binds pk_matmul_epilogue to [m, k] and [k, n]; the arguments are checked.
+
+    `bias` is [n] or None, the scales are [m] or [1] and [n] or [1], or both None.
+    """
+    more = {"scale_x": scale_x, "scale_w": scale_w, "bias": bias}
+    more = {name: value for name, value in more.items() if value is not None}
+    # Cotangents of 16 bits lose nothing of what float8 operands are worth.
+    float8 = a.dtype == jnp.float8_e4m3fn
     return _bind(
         a,
         b,
@@ -45,7 +53,7 @@ def matmul_epilogue(
         names=tuple(more),
         activation=activation,
         dtype=np.dtype(dtype),
-        tangent_dtype=np.dtype(dtype),
+        tangent_dtype=np.dtype(jnp.bfloat16 if float8 else dtype),
         precision=precision,
         implementation=implementation,
         config=config,
@@ -72,13 +80,14 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
         products = [_product_of_tangent(*pair, params) for pair in factors]
         products = [lax.convert_element_type(each, accumulated) for each in products]
         moving["product"] = functools.reduce(lax.add, products)
-    if activation is None:
-        # Linear in the product and in the bias.
+    if activation is None and not moving.keys() & {"scale_x", "scale_w"}:
+        # Linear in what moves.
         y = _bind(*primals, **params)
         if not factors:
-            bias = moving["bias"]
-            return y, lax.convert_element_type(lax.broadcast_in_dim(bias, y.shape, (1,)), dtype)
-        return y, reference.finish(**moving, activation=None, dtype=dtype)
+            bias = lax.convert_element_type(moving["bias"], dtype)
+            return y, lax.broadcast_in_dim(bias, y.shape, (1,))
+        scales = {name: value for name, value in values.items() if name != "bias"}
+        return y, reference.finish(**scales, **moving, activation=None, dtype=dtype)
     plain = {"names": (), "activation": None, "dtype": accumulated}
     values["product"] = _bind(a, b, **params | plain)
     fixed = {name: value for name, value in values.items() if name not in moving}
@@ -91,6 +100,7 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
 
 def _product_of_tangent(a: Any, b: Any, params: dict[str, Any]) -> Any:
     same = ("precision", "implementation", "config")
+    a, b = reference.widened(a), reference.widened(b)
     return matmul.matmul(
         a, b, dtype=params["tangent_dtype"], **{name: params[name] for name in same}
     )
@@ -99,28 +109,38 @@ def _product_of_tangent(a: Any, b: Any, params: dict[str, Any]) -> Any:
 def _batch(operands: Any, dims: Any, **params: Any) -> Any:
     """A map over one matrix makes it longer, as that of pk_matmul; any other is the reference."""
     (a, b, *more), (da, db, *dmore) = operands, dims
-    if da is not None and all(d is None for d in dims[1:]):
+    named = dict(zip(params["names"], zip(more, dmore, strict=True), strict=True))
+    mapped = {name for name, (_, d) in named.items() if d is not None}
+    if da is not None and db is None and mapped <= {"scale_x"}:
         a, shape = matmul.longer(a, da, before=True)
+        more = [
+            _longer(name, *each, shape) if name == "scale_x" else each[0]
+            for name, each in named.items()
+        ]
         result = matmul_epilogue_p.bind(a, b, *more, **params)
         return result.reshape(*shape, result.shape[1]), 0
-    if da is None and db is not None:
-        size = b.shape[db]
+    if da is None and db is not None and mapped <= {"scale_w", "bias"}:
         b, shape = matmul.longer(b, db, before=False)
-        more = [_longer(x, d, size) for x, d in zip(more, dmore, strict=True)]
+        more = [
+            each[0] if name == "scale_x" else _longer(name, *each, shape)
+            for name, each in named.items()
+        ]
         result = matmul_epilogue_p.bind(a, b, *more, **params)
         return result.reshape(result.shape[0], *shape), 1
     if params["implementation"] == "cuda":
         raise NotImplementedError(
-            f"{matmul.OP}: there are no kernels for a map over both operands, nor over x and bias "
-            "or bias alone; map one operand, or use implementation=None"
+            f"{matmul.OP}: there are no kernels for a map over both operands, nor over one and "
+            "what belongs to the other's rows or columns; map one, or use implementation=None"
         )
     return jax.vmap(functools.partial(_reference, **params), dims)(*operands), 0
 
 
-def _longer(x: Any, d: int | None, size: int) -> Any:
-    """A number for each column, for the columns of all matrices of a map."""
-    mapped = jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
-    return mapped.reshape(-1)
+def _longer(name: str, x: Any, d: int | None, shape: tuple[int, int]) -> Any:
+    """The numbers of all rows, or columns, of a map: of `shape`, the map's size and theirs."""
+    if d is None and name != "bias" and x.shape == (1,):
+        return x  # one for all
+    mapped = x[None] if d is None else jnp.moveaxis(x, d, 0)
+    return jnp.broadcast_to(mapped, shape).reshape(-1)
 
 
 def _reference(
@@ -134,8 +154,8 @@ def _reference(
     **_: Any,
 ) -> Any:
     product = reference.matmul(
-        a,
-        b,
+        reference.widened(a),
+        reference.widened(b),
         transpose_a=False,
         transpose_b=False,
         dtype=reference.accumulated(a.dtype, dtype),
@@ -155,7 +175,7 @@ def _cuda(a: Any, b: Any, *more: Any, num_sms: int, names: Any, **params: Any) -
         transpose_b=False,
         activation=params["activation"],
         dtype=params["dtype"],
-        plan=matmul_model.choose(m, n, k, num_sms, params["config"].tile),
+        plan=matmul_model.choose(m, n, k, num_sms, params["config"].tile, a.dtype.itemsize),
     )
 
 
