@@ -22,7 +22,8 @@ from pk_jax._reference import matmul as reference
 from pk_jax._tuning import hardware, matmul_model
 from pk_jax._tuning.matmul_cases import MatmulCase
 
-DTYPE = jnp.bfloat16
+DTYPE = jnp.bfloat16  # of results
+FLOAT8 = "float8_e4m3fn"
 # The relative norm of what rounding the result does, with room.
 LIMIT = 4e-3
 MOST_CALLS = 60
@@ -93,25 +94,34 @@ def run_case(
     return record(op, case, times, errors, plans, skipped, method, stamp), failures
 
 
-def operands(case: MatmulCase) -> tuple[list[tuple[jax.Array, jax.Array]], None]:
-    """Pairs of operands; of few rows, whose time is that of reading the second one, several."""
-    a = draw((case.k, case.m) if case.transpose_a else (case.m, case.k), seed=0)
-    b = draw((case.n, case.k) if case.transpose_b else (case.k, case.n), seed=1)
+def operands(
+    case: MatmulCase,
+) -> tuple[list[tuple[jax.Array, jax.Array]], dict[str, jax.Array]]:
+    """Pairs of operands; of few rows, whose time is that of reading the second one, several.
+
+    Besides, the bias of a case with an activation, and the scales of float8.
+    """
+    a = draw((case.k, case.m) if case.transpose_a else (case.m, case.k), 0, case.dtype)
+    b = draw((case.n, case.k) if case.transpose_b else (case.k, case.n), 1, case.dtype)
     if case.m > FEW_ROWS:
         del b[1:]
-    return [(a[i % len(a)], b[i % len(b)]) for i in range(max(len(a), len(b)))], None
+    more = {"bias": draw_one((case.n,), 99)} if case.activation else {}
+    if case.dtype == FLOAT8:
+        more |= {"scale_x": jnp.linspace(0.5, 1, case.m), "scale_w": jnp.linspace(0.5, 1, case.n)}
+    return [(a[i % len(a)], b[i % len(b)]) for i in range(max(len(a), len(b)))], more
 
 
-def draw(shape: tuple[int, ...], seed: int) -> list[jax.Array]:
+def draw(shape: tuple[int, ...], seed: int, dtype: Any = DTYPE) -> list[jax.Array]:
     """Several arrays of a shape, more than the L2 holds if they are large."""
-    count = max(2, min(8, math.ceil((120 << 20) / (2 * math.prod(shape)))))
-    return [draw_one(shape, seed * 8 + i) for i in range(count)]
+    array_bytes = jnp.dtype(dtype).itemsize * math.prod(shape)
+    count = max(2, min(8, math.ceil((120 << 20) / array_bytes)))
+    return [draw_one(shape, seed * 8 + i, dtype) for i in range(count)]
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def draw_one(shape: tuple[int, ...], seed: int) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def draw_one(shape: tuple[int, ...], seed: int, dtype: Any = DTYPE) -> jax.Array:
     """Normal numbers."""
-    return jax.random.normal(jax.random.key(seed), shape, DTYPE)
+    return jax.random.normal(jax.random.key(seed), shape, DTYPE).astype(dtype)
 
 
 def num_sms() -> int | None:
@@ -126,8 +136,9 @@ def plans_of(case: MatmulCase) -> list[matmul_model.Plan]:
     if sms is None:
         return []
     sizes = (case.m, case.n, case.k, sms)
-    best = matmul_model.choose(*sizes)
-    return [best, *(plan for plan in matmul_model.candidates(*sizes) if plan != best)]
+    itemsize = jnp.dtype(case.dtype).itemsize
+    best = matmul_model.choose(*sizes, itemsize=itemsize)
+    return [best, *(plan for plan in matmul_model.candidates(*sizes, itemsize) if plan != best)]
 
 
 def products(
@@ -136,13 +147,23 @@ def products(
     """The ways to make the product, by name; "default" is what the model chooses."""
     params = {"transpose_a": case.transpose_a, "transpose_b": case.transpose_b, "dtype": DTYPE}
 
-    def xla(pair: Any, _: Any) -> Any:
-        return reference.matmul(*pair, precision=None, **params)
+    # Of float8 the sum in fp32, as the kernel's: the default adds up in fewer bits.
+    precision = "highest" if case.dtype == FLOAT8 else None
 
-    def call(pair: Any, _: Any, plan: matmul_model.Plan) -> Any:
-        return primitive.call(*pair, plan=plan, **params | {"dtype": np.dtype(DTYPE)})
+    def xla(pair: Any, more: Any) -> Any:
+        return finished(case, reference.matmul(*pair, precision=precision, **params), more)
+
+    def call(pair: Any, more: Any, plan: matmul_model.Plan) -> Any:
+        epilogue = {"activation": case.activation} | more
+        return primitive.call(*pair, plan=plan, **epilogue, **params | {"dtype": np.dtype(DTYPE)})
 
     return ways(xla, call, plans if forced else plans[:1], label)
+
+
+def finished(case: MatmulCase, product: Any, more: Any) -> Any:
+    """The product with the epilogue of the case, in its own dtype."""
+    more = {name: each.astype(product.dtype) for name, each in more.items()}
+    return reference.finish(product, **more, activation=case.activation, dtype=product.dtype)
 
 
 def ways(xla: Any, call: Any, plans: Iterable[Any], label: Callable[[Any], str]) -> dict[str, Any]:
@@ -185,11 +206,11 @@ def largest_error(op: Op, case: Any, compiled: Any, firsts: list[Any], second: A
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def error(case: MatmulCase, result: Any, pair: Any, _: Any) -> Any:
+def error(case: MatmulCase, result: Any, pair: Any, more: Any) -> Any:
     """The relative norm of what a result differs by from the product in fp32."""
     a, b = (x.astype(jnp.float32) for x in pair)
     a, b = a.T if case.transpose_a else a, b.T if case.transpose_b else b
-    want = jnp.matmul(a, b, precision="highest")
+    want = finished(case, jnp.matmul(a, b, precision="highest"), more)
     return jnp.linalg.norm(result.astype(jnp.float32) - want) / jnp.linalg.norm(want)
 
 
@@ -220,7 +241,7 @@ def record(
         op=op.name,
         ranks=1,
         processes=1,
-        dtype=jnp.dtype(DTYPE).name,
+        dtype=jnp.dtype(getattr(case, "dtype", DTYPE)).name,
         shape=shape,
         config={"plan": op.label(plans[0])} if plans else None,
         median_us=ours.median if ours else None,

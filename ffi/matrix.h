@@ -33,20 +33,20 @@ inline xla::ffi::Error load_once(const char* op, std::atomic<bool> (&loaded)[kMa
 }
 
 // The pitch of a buffer that must hold `rows` rows of at least `cols`, in a batch of `batch` if
-// that is not 0.
+// that is not 0, with rows of a multiple of `multiple` elements.
 inline int64_t pitch_of(const char* name, const xla::ffi::AnyBuffer& buffer, int64_t rows,
-                        int64_t cols, int64_t batch = 0) {
+                        int64_t cols, int64_t batch = 0, int64_t multiple = 8) {
   const auto dims = buffer.dimensions();
   const size_t first = batch > 0;
   if (dims.size() == first + 2 && (batch == 0 || dims[0] == batch) && dims[first] == rows &&
-      dims[first + 1] >= cols && dims[first + 1] % 8 == 0)
+      dims[first + 1] >= cols && dims[first + 1] % multiple == 0)
     return dims[first + 1];
   std::string shape;
   for (int64_t size : dims) shape += " " + std::to_string(size);
   throw Error(std::string(name) + " has shape" + shape + "; " +
               (batch > 0 ? std::to_string(batch) + " times " : "") + std::to_string(rows) +
-              " rows of " + std::to_string(cols) +
-              " elements, padded to a multiple of 8, are needed");
+              " rows of " + std::to_string(cols) + " elements, padded to a multiple of " +
+              std::to_string(multiple) + ", are needed");
 }
 
 // Whether two operands and a result are of bfloat16, rather than float16.
@@ -58,6 +58,17 @@ inline bool is_bfloat16(const xla::ffi::AnyBuffer& a, const xla::ffi::AnyBuffer&
   if (b.element_type() != type || (c.element_type() != type && c.element_type() != Type::F32))
     throw Error("operands must have one type, and the result that one or float32");
   return type == Type::BF16;
+}
+
+// Whether two operands are of float8_e4m3fn, with a result that goes with them.
+inline bool is_float8(const xla::ffi::AnyBuffer& a, const xla::ffi::AnyBuffer& b,
+                      const xla::ffi::AnyBuffer& c) {
+  using Type = xla::ffi::DataType;
+  if (a.element_type() != Type::F8E4M3FN) return false;
+  if (b.element_type() != Type::F8E4M3FN ||
+      (c.element_type() != Type::BF16 && c.element_type() != Type::F32))
+    throw Error("float8_e4m3fn is multiplied by the same, to bfloat16 or float32");
+  return true;
 }
 
 // The handlers of a product from its functions initialize and execute. Without state: attributes

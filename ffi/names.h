@@ -49,4 +49,13 @@ inline MatmulTile matmul_tile_from(std::string_view name) {
               std::string(name) + "\"");
 }
 
+inline MatmulActivation matmul_activation_from(std::string_view name) {
+  if (name == "none") return MatmulActivation::kNone;
+  if (name == "relu") return MatmulActivation::kRelu;
+  if (name == "gelu") return MatmulActivation::kGelu;
+  if (name == "silu") return MatmulActivation::kSilu;
+  throw Error("activation must be \"none\", \"relu\", \"gelu\" or \"silu\", not \"" +
+              std::string(name) + "\"");
+}
+
 }  // namespace pk

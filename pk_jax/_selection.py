@@ -137,7 +137,7 @@ def why_not_dtype(dtype: Any, op: str | None = None) -> str | None:
     if _compat.bits_per_element(dtype) < 8:
         return f"dtype {dtype} is smaller than a byte, and only whole bytes are moved"
     if op in _PRODUCTS:
-        if dtype.name in _HALVES:
+        if dtype.name in _HALVES or (op == "matmul" and dtype.name == FLOAT8):
             return None
         return f"dtype {dtype} has no CUDA {op}; the kernels multiply {_HALVES}"
     if op not in _REDUCTIONS or jnp.issubdtype(dtype, jnp.integer) or dtype.name in _FLOATS:
@@ -284,9 +284,10 @@ def why_too_long(op: str, size: int, most: int) -> str:
 
 def why_mixed(op: str, x: Any, w: Any, out: Any) -> str:
     """What to say of a product whose dtypes the kernels do not combine."""
+    float8 = f", and two of {FLOAT8} to any of these" if op == "matmul" else ""
     return (
         f"{x} times {w} to {out} has no CUDA {op}; the kernels multiply two of {_HALVES} alike, "
-        "to the same or to float32"
+        f"to the same or to float32{float8}"
     )
 
 
@@ -312,6 +313,7 @@ def log_once(op: str, decision: Decision) -> None:
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _COMPLEX = ("complex64", "complex128")
 _HALVES = ("float16", "bfloat16")
+FLOAT8 = "float8_e4m3fn"
 
 SLOWER = (
     "the kernels are not as fast as XLA's product at every shape yet; implementation='cuda', or a "

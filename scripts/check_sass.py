@@ -4,13 +4,15 @@ Usage: check_sass.py BUILD_DIR    (cuobjdump and nvdisasm: wheels of the `dev` g
 
 ptxas reports spills and some of what it drops (check_kernels.py), but not all that makes a matrix
 product slow. What must hold for each kernel with `matmul` in its name, however its loops are cut:
-  - All HGMMA have one shape and accumulate in fp32.
+  - All HGMMA (QGMMA, of float8) have one shape and accumulate in fp32.
   - They come in steps. The last of a step carries `gsb0`, the commit of the group, and none before
     it does; in between nothing waits and nothing names an accumulator. Where ptxas serialises
     wgmma, it makes each one a group of its own with a wait behind it, or moves accumulators.
   - The main loop, an innermost loop with HGMMA, never waits for all groups, which would leave the
     tensor cores idle until the next step; nor does anything else in it name an accumulator, nor
     does it wait for the whole GPU's memory (MEMBAR.GPU, of a release at the scope of the cluster).
+    With QGMMA, whose sums have too few bits, each step begins with zero, is waited for, and every
+    one of its accumulators is added up in fp32.
   - Registers are handed over as roles.cuh says, tensor maps are used, local memory is not.
 """
 
@@ -32,7 +34,10 @@ STEP = 4  # kBlockK / kWgmmaK of cuda/tile/shared_tile.cuh
 # kMover, and kConsumer for two and for one, of cuda/schedule/roles.cuh
 SETMAXREG = {"DEALLOC": (40,), "TRY_ALLOC": (232, 160)}
 TENSOR_COPIES = ("UTMALDG", "UTMASTG")
-HGMMA = re.compile(r"HGMMA\.64x(64|128|256)x16\.F32(\.BF16)?")  # without .BF16: of fp16
+HGMMA = re.compile(  # without .BF16: of fp16
+    r"HGMMA\.64x(?P<half>64|128|256)x16\.F32(\.BF16)?"
+    r"|QGMMA\.64x(?P<float8>64|128)x32\.F32\.E4M3\.E4M3"
+)
 FUNCTION = re.compile(r"^\s*Function : (\w+)$", re.MULTILINE)
 LINE = re.compile(r"^ +/\*([0-9a-f]+)\*/ +(@\S+ )?([\w.]+) ?(.*?) ?;", re.MULTILINE)
 TARGET = re.compile(r"(?:^|, )0x([0-9a-f]+)$")
@@ -52,16 +57,22 @@ class Instruction(NamedTuple):
     @property
     def is_hgmma(self) -> bool:
         """Whether this is wgmma's instruction."""
-        return self.opcode.startswith("HGMMA")
+        return self.opcode.startswith(("HGMMA", "QGMMA"))
+
+    @property
+    def is_float8(self) -> bool:
+        """Whether it is that of float8."""
+        return self.opcode.startswith("QGMMA")
 
     @property
     def accumulators(self) -> set[int]:
-        """The registers that an HGMMA adds to."""
+        """The registers that an HGMMA or a QGMMA adds to."""
         shape = HGMMA.fullmatch(self.opcode)
         first = re.match(r"R(\d+)", self.operands)
         if not shape or not first:
             return set()
-        return set(range(int(first[1]), int(first[1]) + int(shape[1]) // 2))
+        columns = int(shape["half"] or shape["float8"])
+        return set(range(int(first[1]), int(first[1]) + columns // 2))
 
     @property
     def registers(self) -> set[int]:
@@ -123,6 +134,8 @@ def problems_of_steps(code: list[Instruction]) -> Iterator[str]:
             continue
         if len(step) < STEP:
             yield f"a step of {len(step)} HGMMA, not {STEP}: {instruction}"
+        if instruction.is_float8 and ", RZ, !UPT" not in code[step[0]].operands:
+            yield f"a step of float8 does not begin with zero: {code[step[0]]}"
         for other in code[step[0] : i]:
             if other.is_hgmma:
                 continue
@@ -145,14 +158,24 @@ def problems_of_main_loop(code: list[Instruction]) -> Iterator[str]:
             continue  # of the tiles, around the main loop
         body = [code[i] for i in sorted(loop)]
         accumulators = set().union(*(i.accumulators for i in body if i.is_hgmma))
+        float8 = any(i.is_float8 for i in body)
+        in_flight = not float8  # a step of float8 is waited for before the next one
         for instruction in body:
             opcode, operands = instruction.opcode, instruction.operands
-            if opcode.startswith("WARPGROUP.DEPBAR") and operands.endswith(" 0x0"):
-                yield f"the main loop waits for all steps: {instruction}"
+            if instruction.is_hgmma:
+                in_flight = True
+            elif opcode.startswith("WARPGROUP.DEPBAR") and operands.endswith(" 0x0"):
+                in_flight = not float8
+                if in_flight:
+                    yield f"the main loop waits for all steps: {instruction}"
             elif re.match(r"MEMBAR\.\w+\.(GPU|SYS)", opcode):
                 yield f"the main loop waits for memory: {instruction}"
-            elif not instruction.is_hgmma and instruction.registers & accumulators:
+            elif in_flight and instruction.registers & accumulators:
                 yield f"an accumulator is used in the main loop: {instruction}"
+        if float8:
+            added = set().union(*(i.registers for i in body if i.opcode == "FADD"))
+            if missing := len(accumulators - added):
+                yield f"{missing} of {len(accumulators)} accumulators are not added up in fp32"
 
 
 def problems_of(code: list[Instruction]) -> list[str]:

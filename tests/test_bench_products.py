@@ -26,7 +26,9 @@ ONCE = harness.Method(sample_ms=0.0, samples=2, forced=True)
 
 def test_cases_have_names_of_their_own():
     assert len({case.name for case in MATMULS}) == len(MATMULS)
-    assert {tag for case in MATMULS for tag in case.tags} == {"plain", "layout", "decode"}
+    assert {tag for case in MATMULS for tag in case.tags} == {
+        *("plain", "layout", "decode", "epilogue", "float8")
+    }
 
 
 @pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True), (True, True)])
@@ -37,6 +39,23 @@ def test_a_case(transposed):
     assert record.baselines["xla"] == record.bound_us > 0
     assert record.median_us is None  # no kernels here
     assert record.shape == [24, 16, 40] and record.method["calls"] == 60
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"activation": "gelu"}, {"dtype": "float8_e4m3fn", "transpose_b": True}],
+    ids=("epilogue", "float8"),
+)
+def test_a_case_with_more_than_the_product(fields):
+    """What it has besides is in the product that is compared with."""
+    case = dataclasses.replace(TINY, **fields)
+    record, failures = products.run_case(case, ONCE, {}, products.MATMUL)
+    assert not failures and record.baselines["xla"] > 0
+    assert record.dtype == fields.get("dtype", "bfloat16")
+    (pair, *_), more = products.operands(case)
+    result = products.products(case, [], forced=False)["xla"](pair, more)
+    bare = dataclasses.replace(case, activation=None)
+    assert float(products.error(bare, result, pair, {})) > 0.1
 
 
 @pytest.mark.parametrize("wrong", [lambda y: y * 1.01, lambda y: y.at[3, 3].set(jnp.nan)])

@@ -80,6 +80,22 @@ TAIL = """\
         /*64d0*/                   BRA 0x32a0 ;
 """
 GOOD = HEAD + FULL + STEP + RELEASE + AGAIN + TAIL
+# With float8: a step begins with zero, is waited for and added up.
+FLOAT8 = """\
+        /*3310*/                   WARPGROUP.ARRIVE ;
+        /*33e0*/                   QGMMA.64x64x32.F32.E4M3.E4M3 R24, gdesc[UR4], RZ, !UPT ;
+        /*3560*/                   QGMMA.64x64x32.F32.E4M3.E4M3 R24, gdesc[UR4], R24 ;
+        /*3600*/                   QGMMA.64x64x32.F32.E4M3.E4M3 R24, gdesc[UR4], R24 ;
+        /*3660*/                   QGMMA.64x64x32.F32.E4M3.E4M3 R24, gdesc[UR4], R24, gsb0 ;
+        /*3670*/              @!P0 BRA 0x36a0 ;
+        /*3690*/                   WARPSYNC.ALL ;
+        /*36a0*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+"""
+ADDED = "".join(
+    f"        /*{0x36B0 + 2 * i:04x}*/              FADD R{i + 88}, R{i + 24}, R{i + 88} ;\n"
+    for i in range(32)
+)
+GOOD_FLOAT8 = HEAD + FULL + FLOAT8 + ADDED + AGAIN + TAIL
 # What ptxas makes of a loop that writes an accumulator between a step and its wait (C7514).
 SERIALISED = """\
         /*33e0*/                   HGMMA.64x256x16.F32.BF16 R24, gdesc[UR4], R24, UP0, gsb0 ;
@@ -170,6 +186,24 @@ def test_steps_may_stand_before_the_loop():
 def test_each_fault_is_found(old: str, new: str, message: str):
     assert old in GOOD
     assert message in problems(GOOD.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("", "", ""),
+        (", RZ, !UPT ;", ", R24, UP0 ;", "a step of float8 does not begin with zero: 0x33e0"),
+        ("FADD R90, R26, R90", "NOP", "1 of 32 accumulators are not added up in fp32"),
+        ("gsb0, 0x0", "gsb0, 0x1", "an accumulator is used in the main loop: 0x36b0 FADD R88"),
+        ("WARPSYNC.ALL ;\n        /*36a0*/", "MOV R2, R30 ;\n        /*36a0*/", "used in the main"),
+        ("LOP3.LUT R6, R5,", "LOP3.LUT R30, R5,", ""),  # nothing is in flight
+        ("QGMMA.64x64x32", "QGMMA.64x32x32", "HGMMA of the shapes ['QGMMA.64x32x32"),
+    ],
+)
+def test_each_fault_of_float8_is_found(old: str, new: str, message: str):
+    assert old in GOOD_FLOAT8
+    found = problems(GOOD_FLOAT8.replace(old, new))
+    assert message in found and bool(message) == bool(found)
 
 
 def test_a_build_folder_is_checked(tmp_path: Path, monkeypatch, capsys):

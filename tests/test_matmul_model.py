@@ -5,9 +5,7 @@ import random
 import pytest
 
 from pk_jax._tuning import matmul_model
-from pk_jax._tuning.matmul_model import TILES, candidates, choose, resident_clusters
-
-TILE = {tile.name: tile for tile in TILES}
+from pk_jax._tuning.matmul_model import TILES, candidates, choose, resident_clusters, tiles
 
 
 def shapes():
@@ -17,13 +15,15 @@ def shapes():
         yield tuple(rng.choice(sizes) for _ in range(3)), rng.choice((1, 2, 78, 114, 132, 144))
 
 
-def test_plans_are_what_the_kernels_take():
+@pytest.mark.parametrize("itemsize", [2, 1])
+def test_plans_are_what_the_kernels_take(itemsize):
     splits = set()
+    by_name = {tile.name: tile for tile in tiles(itemsize)}
     for (m, n, k), num_sms in shapes():
-        plans = list(candidates(m, n, k, num_sms))
+        plans = list(candidates(m, n, k, num_sms, itemsize))
         assert plans
         for plan in plans:
-            tile = TILE[plan.tile]
+            tile = by_name[plan.tile]
             num_tiles = -(-m // tile.rows) * -(-n // tile.cols)
             assert 0 < plan.num_blocks <= num_sms
             assert plan.seconds > 0
@@ -36,7 +36,7 @@ def test_plans_are_what_the_kernels_take():
             assert plan.num_blocks % plan.split == 0
             assert plan.split_tiles * plan.split <= plan.num_blocks
             assert plan.num_blocks // plan.split <= resident_clusters(num_sms, plan.split)
-            assert -(-k // 64) >= plan.split * matmul_model.LEAST_STEPS
+            assert -(-k * itemsize // 128) >= plan.split * matmul_model.LEAST_STEPS
     assert splits == set(matmul_model.SPLITS)
 
 
@@ -69,6 +69,17 @@ def test_the_choice_is_the_fastest():
     for (m, n, k), num_sms in shapes():
         best = choose(m, n, k, num_sms)
         assert best.seconds == min(plan.seconds for plan in candidates(m, n, k, num_sms))
+
+
+def test_operands_of_a_byte():
+    """At a rate that is predicted: faster than operands of two bytes, and not twice as fast."""
+    assert {choose(m, 8192, 8192, 132, itemsize=1).tile for m in (16, 8192)} == {
+        "64x128",
+        "128x128",
+    }
+    for m, n, k in ((8192, 8192, 8192), (16, 8192, 3584), (128, 4096, 256)):
+        wide, narrow = (choose(m, n, k, 132, itemsize=itemsize) for itemsize in (2, 1))
+        assert wide.seconds / 2 < narrow.seconds < wide.seconds
 
 
 def test_time_grows_with_the_work():

@@ -16,6 +16,14 @@ constexpr int64_t kBandRows = 2048;      // of C at least: about as many as a wa
 constexpr int64_t kBandBytes = 8 << 20;  // of A that stay in the L2, while results pass through it
 constexpr int64_t kMostSize = INT32_MAX - 256;  // a tile past the edge is still an int
 
+// Kernels of float8 take two neighbours in k for an element of 16 bits: their step is 128 of k.
+MatmulOperands in_pairs(MatmulOperands in) {
+  in.k = ceil_div(in.k, 2);
+  in.pitch_a /= 2;
+  in.pitch_b /= 2;
+  return in;
+}
+
 Instance<MatmulWalk> instance_of(MatmulTile tile, bool bfloat16, bool transpose_a,
                                  bool transpose_b) {
   const auto find = bfloat16 ? matmul::bfloat16_instance : matmul::float16_instance;
@@ -23,13 +31,50 @@ Instance<MatmulWalk> instance_of(MatmulTile tile, bool bfloat16, bool transpose_
   return find(tile, transpose_a, !transpose_b);
 }
 
+Epilogue epilogue_of(const MatmulOperands& in) {
+  Epilogue epilogue;
+  epilogue.row_scale = in.row_scale;
+  epilogue.col_scale = in.col_scale;
+  epilogue.last_row_scale = in.scale_each_row ? static_cast<int>(in.m) - 1 : 0;
+  epilogue.last_col_scale = in.scale_each_col ? static_cast<int>(in.n) - 1 : 0;
+  epilogue.bias = in.bias;
+  epilogue.float32_bias = in.float32_bias;
+  epilogue.last_col = static_cast<int>(in.pitch_c) - 2;
+  switch (in.activation) {
+    case MatmulActivation::kNone:
+      break;
+    case MatmulActivation::kRelu:
+      epilogue.activation = Activation::kRelu;
+      break;
+    case MatmulActivation::kGelu:  // 2 sqrt(2 / pi) (1 + 0.044715 x^2)
+      epilogue.activation = Activation::kSigmoid;
+      epilogue.linear = 1.5957691216f;
+      epilogue.cubic = 0.0713548163f;
+      break;
+    case MatmulActivation::kSilu:
+      epilogue.activation = Activation::kSigmoid;
+      epilogue.linear = 1;
+      break;
+  }
+  return epilogue;
+}
+
 }  // namespace
 
-cudaError_t launch_matmul(const MatmulOperands& in, const MatmulPlan& plan, cudaStream_t stream) {
+cudaError_t launch_matmul(const MatmulOperands& operands, const MatmulPlan& plan,
+                          cudaStream_t stream) {
+  const MatmulOperands in = operands.float8 ? in_pairs(operands) : operands;
   if (in.m <= 0 || in.n <= 0 || in.k <= 0 || in.m > kMostSize || in.n > kMostSize ||
       in.k > kMostSize)
     return cudaErrorInvalidValue;
-  const auto instance = instance_of(plan.tile, in.bfloat16, in.transpose_a, in.transpose_b);
+  const bool scaled = in.row_scale != nullptr;
+  if (scaled != (in.col_scale != nullptr) || (scaled && !in.float8) ||
+      (in.float8 && (in.transpose_a || !in.transpose_b || !in.bfloat16)))
+    return cudaErrorInvalidValue;
+  const auto instance = in.float8
+                            ? matmul::float8_instance(plan.tile)
+                            : instance_of(plan.tile, in.bfloat16, in.transpose_a, in.transpose_b);
+  if (instance.kernel == nullptr) return cudaErrorInvalidValue;
   matmul::Args<MatmulWalk> args{};
   const bool known = plan.split == 1 || plan.split == 2 || plan.split == 4 || plan.split == 8;
   const int num_n = ceil_div(in.n, instance.tile_n);
@@ -47,7 +92,8 @@ cudaError_t launch_matmul(const MatmulOperands& in, const MatmulPlan& plan, cuda
   if (int64_t{walk.num_m} * walk.num_n > INT32_MAX || !known || plan.num_blocks <= 0 ||
       plan.num_blocks % plan.split != 0 || plan.split_tiles < 0 || walk.whole_tiles() < 0 ||
       plan.split > walk.num_steps || int64_t{plan.split_tiles} * plan.split > plan.num_blocks ||
-      (plan.split_tiles > 0 && walk.whole_tiles() % plan.num_blocks != 0))
+      (plan.split_tiles > 0 && walk.whole_tiles() % plan.num_blocks != 0) ||
+      reinterpret_cast<uintptr_t>(in.bias) % 8 != 0)
     return cudaErrorInvalidValue;
 
   // With few rows of tiles all blocks that need a part of B read it at the same time.
@@ -61,8 +107,8 @@ cudaError_t launch_matmul(const MatmulOperands& in, const MatmulPlan& plan, cuda
   const Matrix b{const_cast<void*>(in.b), in.transpose_b ? in.n : in.k,
                  in.transpose_b ? in.k : in.n, in.pitch_b};
   const Matrix c{in.c, in.m, in.n, in.pitch_c};
-  return launch(instance, args, a, b, c, in.bfloat16, in.float32_result, rows_past, plan.num_blocks,
-                plan.split, stream);
+  return launch(instance, args, epilogue_of(in), a, b, c, in.bfloat16, in.float32_result, rows_past,
+                plan.num_blocks, plan.split, stream);
 }
 
 cudaError_t load_matmul() {
@@ -70,6 +116,9 @@ cudaError_t load_matmul() {
     for (int which = 0; which < 8; ++which) {
       if (cudaError_t error = load(instance_of(tile, which & 1, which & 2, which & 4)))
         return error;
+    }
+    if (const auto float8 = matmul::float8_instance(tile); float8.kernel != nullptr) {
+      if (cudaError_t error = load(float8)) return error;
     }
   }
   return cudaSuccess;

@@ -62,13 +62,6 @@ struct WholeSource {
   __device__ __forceinline__ void wait(const Part&) const {}
 };
 
-// C is the product.
-struct PlainEpilogue {
-  __device__ __forceinline__ float operator()(float value, int /*row*/, int /*col*/) const {
-    return value;
-  }
-};
-
 template <typename Shape, ptx::Half kType, Major kMajorA, Major kMajorB, typename Walk,
           typename Source, typename Epilogue>
 struct Matmul {
@@ -79,6 +72,10 @@ struct Matmul {
   using Crew = Shape::Crew;
   using Sum = ClusterSum<Crew::kConsumers, Shape::kConsumerN>;
   static_assert(Sum::kBytes <= sizeof(Memory::a) + sizeof(Memory::b));
+  static constexpr ptx::Half kResult = ptx::half_of(kType);
+  // wgmma adds products of e4m3 up in some 14 bits, so that each step's sum goes into registers of
+  // its own, and the steps are added up in fp32.
+  static constexpr bool kSumOfSteps = kType == ptx::Half::kE4m3;
 
   const Args<Walk>& args;
   Memory& shared;
@@ -108,7 +105,7 @@ struct Matmul {
     const int row = Shape::kSideBySide ? 0 : consumer * 64;
     const int col = Shape::kSideBySide ? consumer * Shape::kConsumerN : 0;
     PanelBuffers& buffers = shared.c[consumer];
-    PendingTile<kType, Shape::kConsumerN> pending;
+    PendingTile<kResult, Shape::kConsumerN> pending;
     At at;
     typename Walk::Parts parts(args.walk, blockIdx.x);
     int end_row = INT32_MAX;  // of the pending tile
@@ -137,10 +134,7 @@ struct Matmul {
             });
         return;  // it is the last part
       }
-      tile.for_each_pair([&](int r, int c, float& x, float& y) {
-        x = epilogue(x, tile_row + r, tile_col + c);
-        y = epilogue(y, tile_row + r, tile_col + c + 1);
-      });
+      epilogue.template apply<kType>(tile, tile_row, tile_col);
       if (args.c.float32) {
         args.c.store(tile, tile_row, tile_col, end_row);
         continue;
@@ -178,38 +172,47 @@ struct Matmul {
   __device__ __forceinline__ void multiply(Memory& shared, Tile& tile, int row, int col, int steps,
                                            At& at, Meanwhile meanwhile) {
     uint32_t previous = 0;
+    Tile own;  // of one step
+    Tile& sum = kSumOfSteps ? own : tile;
+    if constexpr (kSumOfSteps) tile = Tile{};
     for (int step = 0; step < steps; ++step, at.advance()) {
       shared.pipeline.wait_full(at);
       ptx::wgmma_fence();
 #pragma unroll
       for (int i = 0; i < kBlockK / kWgmmaK; ++i) {
         ptx::wgmma<kType, Memory::A::kTransposed, Memory::B::kTransposed>(
-            tile.value, shared.a[at.stage].descriptor(row, i),
-            shared.b[at.stage].descriptor(col, i), step > 0 || i > 0);
+            sum.value, shared.a[at.stage].descriptor(row, i), shared.b[at.stage].descriptor(col, i),
+            (!kSumOfSteps && step > 0) || i > 0);
       }
       ptx::wgmma_commit_group();
-      // Two steps are in flight now, so this may take long.
+      // Two steps may be in flight now, so this may take long.
       meanwhile(step);
+      if constexpr (kSumOfSteps) {
+        // The tensor cores go on with the other consumer's step.
+        ptx::wgmma_wait_group<0>();
+        ptx::written(own.value);
+        if (is_first_thread()) shared.pipeline.release(at.stage);
+        tile.add(own);
+        continue;
+      }
       if (step > 0) {
         ptx::wgmma_wait_group<1>();
         if (is_first_thread()) shared.pipeline.release(previous);
       }
       previous = at.stage;
     }
+    if constexpr (kSumOfSteps) return;
     ptx::wgmma_wait_group<0>();
     ptx::written(tile.value);
     if (is_first_thread()) shared.pipeline.release(previous);
   }
 
   __device__ __forceinline__ void store(Strip& strip, ResultPanel& panel, int row, int col) const {
-    strip.for_each_pair([&](int r, int c, float& x, float& y) {
-      x = epilogue(x, row + r, col + c);
-      y = epilogue(y, row + r, col + c + 1);
-    });
+    epilogue.template apply<kType>(strip, row, col);
     if (args.c.float32) {
       args.c.store(strip, row, col);
     } else {
-      args.c.template store_rounded<kType>(strip, panel, row, col);
+      args.c.template store_rounded<kResult>(strip, panel, row, col);
     }
   }
 };

@@ -5,6 +5,7 @@
 
 #include "kernels/matmul.cuh"
 #include "kernels/matmul.h"
+#include "schedule/epilogue.cuh"
 #include "schedule/matmul_walk.h"
 #include "tile/launch.h"
 #include "tile/tensor_map.h"
@@ -30,7 +31,7 @@ auto visit_shape(MatmulTile tile, F f) {
 }
 
 template <typename Walk>
-using Kernel = void (*)(Args<Walk>, WholeSource, PlainEpilogue);
+using Kernel = void (*)(Args<Walk>, WholeSource, Epilogue);
 
 template <typename Walk>
 struct Instance {
@@ -45,7 +46,7 @@ struct Instance {
 template <typename Shape, ptx::Half kType, Major kMajorA, Major kMajorB, typename Walk>
 Instance<Walk> make_instance() {
   using Memory = Shared<Shape, kMajorA, kMajorB>;
-  return {matmul<Shape, kType, kMajorA, kMajorB, Walk, WholeSource, PlainEpilogue>,
+  return {matmul<Shape, kType, kMajorA, kMajorB, Walk, WholeSource, Epilogue>,
           static_cast<int>(sizeof(Memory)) + kSwizzleBytes,
           Shape::Crew::kThreads,
           Shape::kM,
@@ -57,9 +58,9 @@ Instance<Walk> make_instance() {
 // Fills in what all products have in common, and launches. `rows_past`: rows of A that no tile has
 // and that are not loaded, so long as the first tile is the only one.
 template <typename Walk>
-cudaError_t launch(const Instance<Walk>& instance, Args<Walk>& args, const Matrix& a,
-                   const Matrix& b, const Matrix& c, bool bfloat16, bool float32, int rows_past,
-                   int num_blocks, int cluster, cudaStream_t stream) {
+cudaError_t launch(const Instance<Walk>& instance, Args<Walk>& args, const Epilogue& epilogue,
+                   const Matrix& a, const Matrix& b, const Matrix& c, bool bfloat16, bool float32,
+                   int rows_past, int num_blocks, int cluster, cudaStream_t stream) {
   // Vectors of the result, and what tensor maps ask for.
   if (a.pitch % 8 != 0 || b.pitch % 8 != 0 || c.pitch % 8 != 0 || a.pitch < a.cols ||
       b.pitch < b.cols || c.pitch < c.cols || reinterpret_cast<uintptr_t>(c.address) % 16 != 0)
@@ -88,7 +89,7 @@ cudaError_t launch(const Instance<Walk>& instance, Args<Walk>& args, const Matri
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = cluster > 1;
-  return cudaLaunchKernelEx(&config, instance.kernel, args, WholeSource{}, PlainEpilogue{});
+  return cudaLaunchKernelEx(&config, instance.kernel, args, WholeSource{}, epilogue);
 }
 
 // Loads a kernel on the current device and gives it its shared memory.
@@ -106,6 +107,7 @@ inline int ceil_div(int64_t x, int64_t by) { return static_cast<int>((x + by - 1
 // Of one operand type, each compiled by itself.
 Instance<MatmulWalk> bfloat16_instance(MatmulTile tile, bool m_contiguous, bool n_contiguous);
 Instance<MatmulWalk> float16_instance(MatmulTile tile, bool m_contiguous, bool n_contiguous);
+Instance<MatmulWalk> float8_instance(MatmulTile tile);  // without a kernel for most tiles
 
 template <typename Shape, ptx::Half kType>
 Instance<MatmulWalk> of_majors(bool m_contiguous, bool n_contiguous) {

@@ -54,7 +54,8 @@ cudaError_t launch_ragged_dot(const RaggedDotOperands& in, MatmulTile tile, int 
   const Matrix b{const_cast<void*>(in.b), in.transpose_b ? in.n : in.k,
                  in.transpose_b ? in.k : in.n, in.pitch_b, in.num_groups};
   const Matrix c{in.c, in.m, in.n, in.pitch_c};
-  return launch(instance, args, a, b, c, in.bfloat16, in.float32_result, 0, num_blocks, 1, stream);
+  return launch(instance, args, Epilogue{}, a, b, c, in.bfloat16, in.float32_result, 0, num_blocks,
+                1, stream);
 }
 
 cudaError_t load_ragged_dot() {

@@ -136,7 +136,7 @@ __device__ __forceinline__ void st_shared_cluster(const float4* shared, uint32_t
       : "memory");
 }
 
-// ---- wgmma: one warpgroup, D[64, n] += A[64, 16] B[16, n], operands in shared memory
+// ---- wgmma: one warpgroup, D[64, n] += A[64, k] B[k, n], operands in shared memory, k of 32 bytes
 
 // Registers of D written by generic code, before wgmma reads them.
 __device__ __forceinline__ void wgmma_fence() {
@@ -185,23 +185,35 @@ __device__ __forceinline__ void written(float (&d)[kCount]) {
 #define PK_R64(d, i) PK_R32(d, i), PK_R32(d, i + 32)
 // `keep` 0 starts from zero: D = A B. Descriptors: shared_tile.cuh. The trailing immediates say
 // which operands lie with m or n contiguous.
-#define PK_WGMMA(N, TYPE, LIST, A, B, KEEP, TA, TB, ...)                                      \
+#define PK_WGMMA_OF(KIND, LIST, A, B, KEEP, TRANSPOSED, ...)                                  \
   asm volatile("{\n"                                                                          \
                "  .reg .pred p;\n"                                                            \
                "  setp.ne.b32 p, %" #KEEP ", 0;\n"                                            \
-               "  wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE              \
-               " {" LIST "}, %" #A ", %" #B ", p, 1, 1, %" #TA ", %" #TB ";\n"                \
+               "  wgmma.mma_async.sync.aligned." KIND                                         \
+               " {" LIST "}, %" #A ", %" #B ", p, 1, 1" TRANSPOSED ";\n"                      \
                "}"                                                                            \
                : __VA_ARGS__                                                                  \
                : "l"(a), "l"(b), "r"(keep), "n"(kTransposedA), "n"(kTransposedB))
+#define PK_WGMMA(N, TYPE, LIST, A, B, KEEP, TA, TB, ...)                                      \
+  PK_WGMMA_OF("m64n" #N "k16.f32." TYPE "." TYPE, LIST, A, B, KEEP, ", %" #TA ", %" #TB,      \
+              __VA_ARGS__)
+// Both operands lie with k contiguous: there is no other way.
+#define PK_WGMMA_E4M3(N, LIST, A, B, KEEP, ...)                                               \
+  static_assert(!kTransposedA && !kTransposedB);                                              \
+  PK_WGMMA_OF("m64n" #N "k32.f32.e4m3.e4m3", LIST, A, B, KEEP, "", __VA_ARGS__)
 // clang-format on
 
-enum class Half : int { kBfloat16, kFloat16 };  // the operands' type
+enum class Half : int { kBfloat16, kFloat16, kE4m3 };  // the operands' type
+
+// The type of a result of 16 bits.
+constexpr Half half_of(Half type) { return type == Half::kE4m3 ? Half::kBfloat16 : type; }
 
 template <Half kType, int kTransposedA, int kTransposedB>
 __device__ __forceinline__ void wgmma(float (&d)[32], uint64_t a, uint64_t b, int keep) {
   if constexpr (kType == Half::kBfloat16) {
     PK_WGMMA(64, "bf16", PK_D0, 32, 33, 34, 35, 36, PK_R32(d, 0));
+  } else if constexpr (kType == Half::kE4m3) {
+    PK_WGMMA_E4M3(64, PK_D0, 32, 33, 34, PK_R32(d, 0));
   } else {
     PK_WGMMA(64, "f16", PK_D0, 32, 33, 34, 35, 36, PK_R32(d, 0));
   }
@@ -211,6 +223,8 @@ template <Half kType, int kTransposedA, int kTransposedB>
 __device__ __forceinline__ void wgmma(float (&d)[64], uint64_t a, uint64_t b, int keep) {
   if constexpr (kType == Half::kBfloat16) {
     PK_WGMMA(128, "bf16", PK_D0 ", " PK_D32, 64, 65, 66, 67, 68, PK_R64(d, 0));
+  } else if constexpr (kType == Half::kE4m3) {
+    PK_WGMMA_E4M3(128, PK_D0 ", " PK_D32, 64, 65, 66, PK_R64(d, 0));
   } else {
     PK_WGMMA(128, "f16", PK_D0 ", " PK_D32, 64, 65, 66, 67, 68, PK_R64(d, 0));
   }
@@ -218,6 +232,7 @@ __device__ __forceinline__ void wgmma(float (&d)[64], uint64_t a, uint64_t b, in
 
 template <Half kType, int kTransposedA, int kTransposedB>
 __device__ __forceinline__ void wgmma(float (&d)[128], uint64_t a, uint64_t b, int keep) {
+  static_assert(kType != Half::kE4m3);  // a second accumulator of this size has no registers
   if constexpr (kType == Half::kBfloat16) {
     PK_WGMMA(256, "bf16", PK_D0 ", " PK_D32 ", " PK_D64, 128, 129, 130, 131, 132, PK_R64(d, 0),
              PK_R64(d, 64));
@@ -227,7 +242,9 @@ __device__ __forceinline__ void wgmma(float (&d)[128], uint64_t a, uint64_t b, i
   }
 }
 
+#undef PK_WGMMA_E4M3
 #undef PK_WGMMA
+#undef PK_WGMMA_OF
 #undef PK_R64
 #undef PK_R32
 #undef PK_R16

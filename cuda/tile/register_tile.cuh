@@ -27,6 +27,11 @@ struct Accumulator {
   }
   static __device__ __forceinline__ int col() { return threadIdx.x % 4 * 2; }
 
+  __device__ __forceinline__ void add(const Accumulator& other) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) value[i] += other.value[i];
+  }
+
   // f(row, col, value, its neighbour's in the next column) for all that this thread holds.
   template <typename F>
   __device__ __forceinline__ void for_each_pair(F f) {
@@ -65,6 +70,15 @@ __device__ __forceinline__ uint32_t pack(float first, float second) {
   } else {
     const __half2 pair = __floats2half2_rn(first, second);
     return reinterpret_cast<const uint32_t&>(pair);
+  }
+}
+
+template <ptx::Half kType>
+__device__ __forceinline__ float2 unpack(uint32_t pair) {
+  if constexpr (kType == ptx::Half::kBfloat16) {
+    return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
+  } else {
+    return __half22float2(reinterpret_cast<const __half2&>(pair));
   }
 }
 

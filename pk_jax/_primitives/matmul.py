@@ -23,7 +23,7 @@ from pk_jax.config import Config, resolve
 
 OP = "matmul"
 
-# Rows of a matrix in memory begin at multiples of this many elements, 16 bytes.
+# Rows of a matrix in memory begin at multiples of this many elements of two bytes, 16 bytes.
 ALIGNMENT = 8
 
 # The kernel counts rows and columns, those of a tile past the edge too, in 32 bits.
@@ -94,13 +94,13 @@ def why_not_dtypes(operands: Any, dtype: Any) -> str | None:
     """Why lax.dot_general has no product in `dtype` of operands of a dtype; None if it has."""
     matrix = ShapedArray((1, 1), operands)
     try:
-        _abstract_eval(matrix, matrix, transpose_a=False, transpose_b=False, dtype=dtype)
+        abstract_eval(matrix, matrix, transpose_a=False, transpose_b=False, dtype=dtype)
     except TypeError as error:
         return str(error)
     return None
 
 
-def _abstract_eval(a: Any, b: Any, **params: Any) -> Any:
+def abstract_eval(a: Any, b: Any, **params: Any) -> Any:
     return lax.dot_general_p.abstract_eval(
         a,
         b,
@@ -147,11 +147,11 @@ def _batch(operands: Any, dims: Any, **params: Any) -> Any:
     """A map over one operand makes its matrix longer; a map over both is lax's batched product."""
     (a, b), (da, db) = operands, dims
     if da is None:
-        b, shape = _longer(b, db, before=params["transpose_b"])
+        b, shape = longer(b, db, before=params["transpose_b"])
         result = matmul_p.bind(a, b, **params)
         return result.reshape(result.shape[0], *shape), 1
     if db is None:
-        a, shape = _longer(a, da, before=not params["transpose_a"])
+        a, shape = longer(a, da, before=not params["transpose_a"])
         result = matmul_p.bind(a, b, **params)
         return result.reshape(*shape, result.shape[1]), 0
     if params["implementation"] == "cuda":
@@ -162,7 +162,7 @@ def _batch(operands: Any, dims: Any, **params: Any) -> Any:
     return jax.vmap(functools.partial(_reference, **params), (da, db))(a, b), 0
 
 
-def _longer(x: Any, d: int, *, before: bool) -> tuple[Any, tuple[int, int]]:
+def longer(x: Any, d: int, *, before: bool) -> tuple[Any, tuple[int, int]]:
     """A mapped matrix as one matrix, its rows (or columns, unless `before`) times the map's.
 
     Returns:
@@ -210,7 +210,8 @@ def _decide(op: str, ctx: Any, most: int, params: dict[str, Any]) -> _selection.
     if tuple(platforms) != ("cuda",):
         return _selection.Decision("reference", _selection.why_platform(op, *platforms))
     x, w, *_ = ctx.avals_in
-    if x.dtype != w.dtype or params["dtype"] not in (x.dtype, np.dtype("float32")):
+    taken = (jnp.bfloat16, np.float16) if x.dtype == jnp.float8_e4m3fn else (x.dtype,)
+    if x.dtype != w.dtype or params["dtype"] not in (*taken, np.float32):
         return _selection.Decision(
             "reference", _selection.why_mixed(op, x.dtype, w.dtype, params["dtype"])
         )
@@ -235,7 +236,7 @@ def _num_sms(ctx: Any) -> int:
 
 def _cuda(a: Any, b: Any, *, num_sms: int, **params: Any) -> Any:
     m, n, k = _sizes(a, b, params["transpose_a"], params["transpose_b"])
-    plan = matmul_model.choose(m, n, k, num_sms, params["config"].tile)
+    plan = matmul_model.choose(m, n, k, num_sms, params["config"].tile, a.dtype.itemsize)
     names = ("transpose_a", "transpose_b", "dtype")
     return call(a, b, plan=plan, **{name: params[name] for name in names})
 
@@ -249,17 +250,38 @@ def call(
     a: Any,
     b: Any,
     *,
+    bias: Any = None,
+    activation: str | None = None,
+    scale_x: Any = None,
+    scale_w: Any = None,
     transpose_a: bool,
     transpose_b: bool,
     dtype: Any,
     plan: matmul_model.Plan,
 ) -> Any:
-    """The custom call, on operands with rows of whole 16 bytes."""
+    """The custom call, on operands with rows of whole 16 bytes; the bias goes with the result's.
+
+    Of float8 both operands lie with k contiguous, since tensor cores take no others, and a result
+    in float16 is made in float32.
+    """
     m, n, k = _sizes(a, b, transpose_a, transpose_b)
-    result = jax.ShapeDtypeStruct((m, n + -n % ALIGNMENT), dtype)
+    made = dtype
+    if a.dtype == jnp.float8_e4m3fn:
+        a, b = a.T if transpose_a else a, b if transpose_b else b.T
+        transpose_a, transpose_b = False, True
+        made = np.float32 if dtype == np.float16 else dtype
+        if bias is not None and bias.dtype != jnp.bfloat16:
+            bias = lax.convert_element_type(bias, np.float32)
+    more = [] if scale_x is None else [scale_x, scale_w]
+    more += [] if bias is None else [padded(bias, ALIGNMENT)]
+    result = jax.ShapeDtypeStruct((m, n + -n % ALIGNMENT), made)
     out = jax.ffi.ffi_call("pk_jax_matmul", result)(
         padded(a),
         padded(b),
+        *more,
+        scales=np.bool_(scale_x is not None),
+        bias=np.bool_(bias is not None),
+        activation=activation or "none",
         m=np.int64(m),
         n=np.int64(n),
         k=np.int64(k),
@@ -270,17 +292,20 @@ def call(
         split_tiles=np.int64(plan.split_tiles),
         split=np.int64(plan.split),
     )
-    return out if n % ALIGNMENT == 0 else out[:, :n]
+    return lax.convert_element_type(out if n % ALIGNMENT == 0 else out[:, :n], dtype)
 
 
-def padded(x: Any) -> Any:
-    """The matrices of an operand with rows of whole 16 bytes, zeros where there was nothing."""
-    missing = -x.shape[-1] % ALIGNMENT
+def padded(x: Any, multiple: int | None = None) -> Any:
+    """The matrices of an operand with rows of whole 16 bytes, zeros where there was nothing.
+
+    Or of a multiple of so many elements.
+    """
+    missing = -x.shape[-1] % (multiple or 16 // x.dtype.itemsize)
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
 
 matmul_p.def_impl(functools.partial(_compat.run_eagerly, matmul_p))
-matmul_p.def_effectful_abstract_eval(_abstract_eval)
+matmul_p.def_effectful_abstract_eval(abstract_eval)
 ad.defbilinear(matmul_p, _to_a, _to_b)
 batching.primitive_batchers[matmul_p] = _batch
 mlir.register_lowering(

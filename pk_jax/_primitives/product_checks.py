@@ -1,5 +1,6 @@
 """Checks of the operands and dtypes of matrix products, in the words of the public functions."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -7,6 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pk_jax._primitives import matmul
+from pk_jax._reference.matmul import ACTIVATIONS
+from pk_jax._tuning import matmul_model
+from pk_jax.config import Config
 
 
 def check_operand(op: str, name: str, operand: Any) -> None:
@@ -40,3 +44,96 @@ def result_dtype(op: str, common: Any, preferred: Any) -> Any:
             "or the result instead"
         )
     return dtype
+
+
+def check_epilogue(op: str, bias: Any, activation: Any, cols: int, common: Any) -> None:
+    """Raises unless a bias and an activation go with a product of so many columns.
+
+    Args:
+        op: the op's name.
+        bias: the bias, or None.
+        activation: the name of the activation, or None.
+        cols: of the product.
+        common: the dtype in which the operands are multiplied.
+    """
+    if activation is not None and activation not in [*ACTIVATIONS]:
+        raise ValueError(
+            f"{op}: activation must be one of {[*ACTIVATIONS]} or None, got {activation!r}; call "
+            "another one on the result"
+        )
+    if bias is None and activation is None:
+        return
+    if not jnp.issubdtype(common, jnp.floating):
+        raise TypeError(
+            f"{op}: bias and activation go with real floating-point operands, got {common}; add "
+            "and call them on the result"
+        )
+    if bias is None:
+        return
+    check_operand(op, "bias", bias)
+    if bias.shape != (cols,):
+        raise ValueError(
+            f"{op}: bias must be [n], a number for each of the {cols} columns of w, got shape "
+            f"{bias.shape}; reshape it, or add it to the result"
+        )
+    own = ("bfloat16", "float16") if common == jnp.float8_e4m3fn else (common.name,)
+    if bias.dtype.name not in (*own, "float32"):
+        raise TypeError(
+            f"{op}: bias must be {' or '.join(own)} with operands of {common}, or float32, got "
+            f"{bias.dtype}; convert it"
+        )
+
+
+def check_scales(
+    op: str, scale_x: Any, scale_w: Any, x: tuple[int, ...], w: tuple[int, ...], common: Any
+) -> dict[str, Any]:
+    """The scales of operands of these shapes, ones where one is missing.
+
+    Returns:
+        scale_x of the shape of x without its last dimension, or 1 in each place, and scale_w [n] or
+        [1]; both None if there are none.
+
+    Raises:
+        TypeError: they do not go with operands of the dtype, or are not float32.
+        ValueError: their shapes do not fit.
+    """
+    scales = {"scale_x": scale_x, "scale_w": scale_w}
+    if scale_x is None and scale_w is None:
+        return scales
+    for (name, scale), each, what in zip(
+        scales.items(), (x[:-1], w[1:]), ("row of x", "column of w"), strict=True
+    ):
+        if scale is None or isinstance(scale, (float, int, np.number)):
+            scale = jnp.float32(1 if scale is None else scale)
+        check_operand(op, name, scale)
+        if common != jnp.float8_e4m3fn:
+            raise TypeError(
+                f"{op}: {name} goes with operands of float8_e4m3fn, got {common}; multiply x, w or "
+                "the result by it"
+            )
+        if scale.dtype != np.float32:
+            raise TypeError(f"{op}: {name} must be float32, got {scale.dtype}; convert it")
+        if scale.shape not in ((), each):
+            raise ValueError(
+                f"{op}: {name} must be a scalar, or of shape {each} with a number for each {what}, "
+                f"got shape {scale.shape}; reshape it"
+            )
+        scales[name] = jnp.reshape(scale, (1,) * len(each)) if scale.shape == () else scale
+    return scales
+
+
+def possible_tile(op: str, given: Config | None, resolved: Config) -> Config:
+    """The Config of a product of float8_e4m3fn: a tile that is only a default may give way.
+
+    Raises:
+        ValueError: the call asks for a tile that is too large for two accumulators.
+    """
+    shapes = matmul_model.SHAPES_OF_BYTES
+    if resolved.tile is None or resolved.tile in shapes:
+        return resolved
+    if given is not None and given.tile is not None:
+        raise ValueError(
+            f"{op} cannot honour config.tile={given.tile} with operands of float8_e4m3fn: their "
+            f"tiles are {shapes}"
+        )
+    return dataclasses.replace(resolved, tile=None)

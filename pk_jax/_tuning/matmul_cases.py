@@ -14,7 +14,11 @@ class MatmulCase:
         k: what is summed over.
         transpose_a: the first operand lies as [k, m].
         transpose_b: the second one lies as [n, k].
-        tags: "plain" (many rows), "layout" (an operand transposed), "decode" (few rows).
+        activation: its name, with a bias before it; None for the product alone.
+        dtype: of the operands; with "float8_e4m3fn" there are scales, a number for each row and
+            column.
+        tags: "plain" (many rows), "layout" (an operand transposed), "decode" (few rows),
+            "epilogue", "float8".
     """
 
     name: str
@@ -23,6 +27,8 @@ class MatmulCase:
     k: int
     transpose_a: bool = False
     transpose_b: bool = False
+    activation: str | None = None
+    dtype: str = "bfloat16"
     tags: frozenset[str] = frozenset()
 
 
@@ -40,15 +46,31 @@ _PLAIN = (
     (512, 7168, 8192),
 )
 _LAYOUTS = ((4096, 4096, 4096), (8192, 1280, 8192), (8192, 8192, 1024), (8192, 7168, 8192))
+_EPILOGUES = ((8192, 8192, 1024), (8192, 3584, 4096), (16, 8192, 3584))
+_FLOAT8 = (
+    (4096, 4096, 4096),
+    (8192, 8192, 8192),
+    (8192, 7168, 8192),
+    (8192, 1280, 8192),
+    (8192, 8192, 1024),
+    (16, 8192, 3584),
+    (128, 8192, 3584),
+)
 _DECODE = tuple((m, 8192, 3584) for m in (1, 16, 32, 64, 128))
 
 
 def _case(
-    sizes: tuple[int, int, int], tag: str, transpose_a: bool = False, transpose_b: bool = False
+    sizes: tuple[int, int, int],
+    tag: str,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    activation: str | None = None,
+    dtype: str = "bfloat16",
 ) -> MatmulCase:
     layout = "-" + "nt"[transpose_a] + "nt"[transpose_b] if tag == "layout" else ""
-    name = "mm-" + "x".join(map(str, sizes)) + layout
-    return MatmulCase(name, *sizes, transpose_a, transpose_b, frozenset({tag}))
+    kind = (f"-{activation}" if activation else "") + ("-fp8" if tag == "float8" else "")
+    name = "mm-" + "x".join(map(str, sizes)) + layout + kind
+    return MatmulCase(name, *sizes, transpose_a, transpose_b, activation, dtype, frozenset({tag}))
 
 
 MATMULS = (
@@ -59,6 +81,8 @@ MATMULS = (
         for transposed in ((False, True), (True, False), (True, True))
     ),
     *(_case(sizes, "decode") for sizes in _DECODE),
+    *(_case(sizes, "epilogue", activation="gelu") for sizes in _EPILOGUES),
+    *(_case(sizes, "float8", transpose_b=True, dtype="float8_e4m3fn") for sizes in _FLOAT8),
 )
 
 

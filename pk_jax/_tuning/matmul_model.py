@@ -6,8 +6,8 @@ Pure functions; `ffi/matmul.cc` reads the result, `cuda/schedule/matmul_walk.h` 
 import dataclasses
 from collections.abc import Iterator
 
-# Elements of k that a block multiplies at a time.
-BLOCK_K = 64
+# Bytes of k that a block multiplies at a time, of each row of A and column of B.
+BLOCK_K_BYTES = 128
 
 # A part of a split tile has no fewer steps of k than pay for adding the parts up.
 LEAST_STEPS = 4
@@ -47,6 +47,15 @@ TILES = (
 )
 SHAPES = tuple((tile.rows, tile.cols) for tile in TILES)
 
+# Of operands of a byte; larger tiles have no registers for the second accumulator. PREDICTED, not
+# measured: twice the rate of the same tile in 16 bits, whose bytes they have for a clock, less a
+# tenth for adding up steps.
+TILES_OF_BYTES = (
+    Tile(128, 128, 8.4e12),
+    Tile(64, 128, 7.5e12),
+)
+SHAPES_OF_BYTES = tuple((tile.rows, tile.cols) for tile in TILES_OF_BYTES)
+
 LAUNCH_S = 2.7e-6  # a call, whatever its size
 TILE_S = 0.7e-6  # between the tiles of a block
 SUM_S = 1.2e-6  # the blocks of a cluster meet twice
@@ -75,23 +84,37 @@ class Plan:
     seconds: float
 
 
-def candidates(m: int, n: int, k: int, num_sms: int) -> Iterator[Plan]:
-    """The plans for [m, k] @ [k, n] in 16 bits on so many SMs."""
-    for tile in TILES:
+def tiles(itemsize: int = 2) -> tuple[Tile, ...]:
+    """The tiles for operands of so many bytes an element, 1 or 2."""
+    return TILES if itemsize == 2 else TILES_OF_BYTES
+
+
+def candidates(m: int, n: int, k: int, num_sms: int, itemsize: int = 2) -> Iterator[Plan]:
+    """The plans for [m, k] @ [k, n], of so many bytes an element, on so many SMs."""
+    for tile in tiles(itemsize):
         num_tiles = _ceil(m, tile.rows) * _ceil(n, tile.cols)
-        yield _plan(tile, m, n, k, min(num_sms, num_tiles))
+        yield _plan(tile, m, n, k, itemsize, min(num_sms, num_tiles))
         for split in SPLITS:
             num_blocks = resident_clusters(num_sms, split) * split
             rest = num_tiles % num_blocks if num_blocks else 0
-            if 0 < rest * split <= num_blocks and split * LEAST_STEPS <= _ceil(k, BLOCK_K):
+            if 0 < rest * split <= num_blocks and split * LEAST_STEPS <= _steps(k, itemsize):
                 used = rest * split if rest == num_tiles else num_blocks
-                yield _plan(tile, m, n, k, used, rest, split)
+                yield _plan(tile, m, n, k, itemsize, used, rest, split)
 
 
-def choose(m: int, n: int, k: int, num_sms: int, shape: tuple[int, int] | None = None) -> Plan:
+def choose(
+    m: int,
+    n: int,
+    k: int,
+    num_sms: int,
+    shape: tuple[int, int] | None = None,
+    itemsize: int = 2,
+) -> Plan:
     """The plan with the least expected time; of those with tiles of one shape, if one is given."""
-    rows = {tile.name: tile.rows for tile in TILES if shape in (None, (tile.rows, tile.cols))}
-    plans = [plan for plan in candidates(m, n, k, num_sms) if plan.tile in rows]
+    rows = {
+        tile.name: tile.rows for tile in tiles(itemsize) if shape in (None, (tile.rows, tile.cols))
+    }
+    plans = [plan for plan in candidates(m, n, k, num_sms, itemsize) if plan.tile in rows]
     # Of those that memory limits alike, one that multiplies few rows of nothing.
     padded = {name: _ceil(m, each) * each for name, each in rows.items()}
     return min(plans, key=lambda plan: (plan.seconds, padded[plan.tile]))
@@ -107,23 +130,35 @@ def resident_clusters(num_sms: int, blocks: int) -> int:
 
 
 def _plan(
-    tile: Tile, m: int, n: int, k: int, num_blocks: int, split_tiles: int = 0, split: int = 1
+    tile: Tile,
+    m: int,
+    n: int,
+    k: int,
+    itemsize: int,
+    num_blocks: int,
+    split_tiles: int = 0,
+    split: int = 1,
 ) -> Plan:
-    steps = _ceil(k, BLOCK_K)
+    steps = _steps(k, itemsize)
     whole = _ceil(m, tile.rows) * _ceil(n, tile.cols) - split_tiles
     rows = min(tile.rows, _ceil(m, 8) * 8)  # that are loaded
     step_s = max(
-        2 * tile.rows * tile.cols * BLOCK_K / tile.flops,
-        2 * (rows + tile.cols) * BLOCK_K / SM_BANDWIDTH,
+        2 * tile.rows * tile.cols * BLOCK_K_BYTES / itemsize / tile.flops,
+        (rows + tile.cols) * BLOCK_K_BYTES / SM_BANDWIDTH,
     )
     seconds = _ceil(whole, num_blocks) * (steps * step_s + TILE_S)
     if split_tiles:
         seconds *= CLUSTER_FACTOR
         seconds += _ceil(steps, split) * step_s + TILE_S
-    seconds = max(seconds, 2 * (m * k + k * n + m * n) / HBM_BANDWIDTH + TILE_S)
+    num_bytes = itemsize * (m * k + k * n) + 2 * m * n
+    seconds = max(seconds, num_bytes / HBM_BANDWIDTH + TILE_S)
     if split_tiles:
         seconds += SUM_S + 4 * rows * tile.cols / SUM_BANDWIDTH
     return Plan(tile.name, num_blocks, split_tiles, split, LAUNCH_S + seconds)
+
+
+def _steps(k: int, itemsize: int) -> int:
+    return _ceil(k * itemsize, BLOCK_K_BYTES)
 
 
 def _ceil(x: int, by: int) -> int:
