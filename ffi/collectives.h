@@ -8,6 +8,8 @@ namespace pk {
 
 extern "C" XLA_FFI_Error* pk_all_gather_instantiate(XLA_FFI_CallFrame* frame);
 extern "C" XLA_FFI_Error* pk_all_gather_execute(XLA_FFI_CallFrame* frame);
+extern "C" XLA_FFI_Error* pk_all_gather_matmul_instantiate(XLA_FFI_CallFrame* frame);
+extern "C" XLA_FFI_Error* pk_all_gather_matmul_execute(XLA_FFI_CallFrame* frame);
 extern "C" XLA_FFI_Error* pk_all_to_all_instantiate(XLA_FFI_CallFrame* frame);
 extern "C" XLA_FFI_Error* pk_all_to_all_execute(XLA_FFI_CallFrame* frame);
 extern "C" XLA_FFI_Error* pk_ppermute_instantiate(XLA_FFI_CallFrame* frame);

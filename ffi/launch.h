@@ -7,6 +7,7 @@
 #include "ffi/call_site.h"
 #include "kernels/all_gather.h"
 #include "kernels/all_gather_copy_engine.h"
+#include "kernels/all_gather_matmul.h"
 #include "kernels/all_to_all.h"
 #include "kernels/ppermute.h"
 #include "kernels/ragged_all_to_all.h"
@@ -81,6 +82,14 @@ inline void run_reduce(Communicator& communicator, ReduceArgs args, size_t resul
       args.result.offset = communicator.publish(args.result.address, result_bytes);
   }
   check(launch_reduce(communicator.view(), args, plan.protocol, stream), "launch");
+}
+
+inline void run_all_gather_matmul(Communicator& communicator, AllGatherMatmulOperands operands,
+                                  size_t gathered_bytes, const AllGatherMatmulPlan& plan,
+                                  cudaStream_t stream) {
+  communicator.count_launch();
+  operands.gathered.offset = communicator.publish(operands.gathered.address, gathered_bytes);
+  check(launch_all_gather_matmul(communicator.view(), operands, plan, stream), "launch");
 }
 
 }  // namespace pk

@@ -207,6 +207,43 @@ void ragged_all_to_all(const Run& run, int64_t row_bytes, int num_updates, bool 
   });
 }
 
+// The operand is x [m, k], then w; the result is the gathered x, then the product. Rows are padded
+// to 8 elements.
+void all_gather_matmul(const Run& run, int64_t m, int64_t k, int64_t p, const std::string& tile,
+                       int num_comm_blocks, bool transpose_w, const std::string& dtype,
+                       bool float32_result, bool own_rows) {
+  const auto padded = [](int64_t cols) { return (cols + 7) / 8 * 8; };
+  const int n = run.ranks.num_ranks();
+  AllGatherMatmulOperands shape{};
+  shape.m = m;
+  shape.k = k;
+  shape.p = p;
+  shape.pitch_x = padded(k);
+  shape.pitch_w = padded(transpose_w ? k : p);
+  shape.pitch_y = padded(p);
+  shape.transpose_w = transpose_w;
+  shape.bfloat16 = dtype == "bfloat16";
+  shape.float32_result = float32_result;
+  shape.own_rows = own_rows;
+  shape.channel = run.channel;
+  const int64_t x_bytes = 2 * m * shape.pitch_x;
+  require(m > 0 && k > 0 && p > 0 && (shape.bfloat16 || dtype == "float16") &&
+          run.operand_bytes() == x_bytes + 2 * shape.pitch_w * (transpose_w ? p : k) &&
+          run.result_bytes() == n * (x_bytes + m * shape.pitch_y * (float32_result ? 4 : 2)));
+  const MatmulTile shape_of_tile = matmul_tile_from(tile);
+  run.go(0, [&](Communicator& communicator, const Plan& plan, int,
+                const VirtualRanks::Buffers& buffers) {
+    AllGatherMatmulOperands in = shape;
+    in.x = buffers.source;
+    in.w = buffers.source + x_bytes;
+    in.gathered.address = buffers.result;
+    in.y = buffers.result + n * x_bytes;
+    const int blocks = plan.num_blocks > 0 ? plan.num_blocks : buffers.num_sms;
+    run_all_gather_matmul(communicator, in, n * x_bytes, {shape_of_tile, blocks, num_comm_blocks},
+                          buffers.stream);
+  });
+}
+
 // A method with the arguments that all ops take, then its own.
 template <typename... Own, typename... Names>
 void method(nb::class_<VirtualRanks>& type, const char* name, void (*op)(const Run&, Own...),
@@ -247,6 +284,13 @@ void bind_virtual_ranks(nb::module_& module) {
   method(type, "ragged_all_to_all", &ragged_all_to_all,
          "Operands end with int32 input_offsets, send_sizes, output_offsets of num_updates each.",
          nb::arg("row_bytes"), nb::arg("num_updates"), nb::arg("checks") = false);
+  method(
+      type, "all_gather_matmul", &all_gather_matmul,
+      "Operands are x [m, k], then w [k, p], or [p, k] with transpose_w; results the gathered x, "
+      "then the product. Rows are padded to 8 elements.",
+      nb::arg("m"), nb::arg("k"), nb::arg("p"), nb::arg("tile"), nb::arg("num_comm_blocks"),
+      nb::arg("transpose_w") = false, nb::arg("dtype") = "bfloat16",
+      nb::arg("float32_result") = false, nb::arg("own_rows") = true);
 }
 
 }  // namespace pk

@@ -25,11 +25,11 @@ struct TileFlags {
     ptx::st_release_sys(word(peer, waiter.comm.rank, flag), epoch);
   }
 
-  // One thread: until `peer` has raised its `flag` here. Whoever copies the piece with TMA, this
-  // thread or one that it tells, may do so: another one fences for itself.
+  // One thread: until `peer` has raised its `flag` here. Then this thread may read the piece, with
+  // TMA or without, and so may one that acquires what this one releases.
   __device__ __forceinline__ void wait(int peer, int flag) const {
     wait_signal(waiter, Slot::kTileFlag, peer, word(waiter.comm.rank, peer, flag), epoch);
-    // What was acquired is seen through the generic proxy, and TMA reads through the other one.
+    // Between the acquire, of the generic proxy, and what TMA reads through the other one.
     ptx::fence_proxy_async();
   }
 
