@@ -53,7 +53,7 @@ def _steps(rules, number):
 
 
 def _set(values, index, value):
-    return values[:index] + (value,) + values[index + 1 :]
+    return (*values[:index], value, *values[index + 1 :])
 
 
 def _next(rules, state):

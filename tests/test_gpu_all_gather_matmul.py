@@ -277,10 +277,10 @@ def test_repeated_in_a_scan():
         def step(x, _):
             _, (y,) = _fused(x, [w], channel=1)
             _, (z,) = _fused(y[: x.shape[0]], [back], channel=2, own_rows=False)
-            x = z[: x.shape[0]] / jnp.bfloat16(16)
+            x = z[: x.shape[0]] / jnp.bfloat16(256)
             return x, x.astype(jnp.float32).sum()
 
-        return jax.lax.scan(step, x, None, length=50)[0][None]
+        return jax.lax.scan(step, x, None, length=20)[0][None]
 
     whole = P(None, None)
     mesh, program = _on_two_gpus(f, (P("x"), whole, whole), P("x"))
@@ -293,10 +293,10 @@ def test_repeated_in_a_scan():
 
     def one(x, w, back):
         def step(x, _):
-            return (x @ w) @ back / jnp.bfloat16(16), None
+            return (x @ w) @ back / jnp.bfloat16(256), None
 
-        return jax.lax.scan(step, x, None, length=50)[0]
+        return jax.lax.scan(step, x, None, length=20)[0]
 
     want = np.asarray(jax.jit(one)(*(jax.device_get(a) for a in (x[:256], w, back))), np.float32)
     difference = np.linalg.norm(got[0].astype(np.float32) - want) / np.linalg.norm(want)
-    assert difference < 0.05, difference  # of 100 roundings
+    assert difference < 0.05, difference  # of 40 roundings
