@@ -26,12 +26,14 @@
 #include "ffi/noop.h"
 #include "ffi/ragged_dot.h"
 #include "ffi/virtual_ranks_python.h"
+#include "kernels/matmul_reduce.h"
 #include "mechanism/copy_engine.h"
 #include "runtime/error_log.h"
 #include "runtime/process.h"
 #include "runtime/topology.h"
 #include "schedule/gather_walk.h"
 #include "schedule/matmul_walk.h"
+#include "schedule/scatter_walk.h"
 #include "tile/comm_view.h"
 #include "tile/row_tiles.h"
 #include "xla/ffi/api/c_api.h"
@@ -67,6 +69,10 @@ nb::dict handlers() {
   collective("pk_jax_psum_scatter", pk::pk_psum_scatter_instantiate, pk::pk_psum_scatter_execute);
   collective("pk_jax_ragged_all_to_all", pk::pk_ragged_all_to_all_instantiate,
              pk::pk_ragged_all_to_all_execute);
+  collective("pk_jax_matmul_reduce_scatter", pk::pk_matmul_reduce_scatter_instantiate,
+             pk::pk_matmul_reduce_scatter_execute);
+  collective("pk_jax_matmul_all_reduce", pk::pk_matmul_all_reduce_instantiate,
+             pk::pk_matmul_all_reduce_execute);
   nb::dict matmul;
   matmul["initialize"] = handler(pk::pk_matmul_initialize);
   matmul["execute"] = handler(pk::pk_matmul_execute);
@@ -251,6 +257,17 @@ std::vector<std::vector<GatheredTile>> gathered_tiles(const pk::GatherWalk& walk
   return out;
 }
 
+// (owner, m, n, number of the tile) of each part of each block, in its order.
+std::vector<std::vector<std::array<int, 4>>> scattered_tiles(const pk::ScatterWalk& walk) {
+  std::vector<std::vector<std::array<int, 4>>> out(walk.tiles.num_blocks);
+  for (int block = 0; block < walk.tiles.num_blocks; ++block) {
+    pk::ScatterWalk::Parts parts(walk, block);
+    for (auto part = parts.next(); part.num_steps > 0; part = parts.next())
+      out[block].push_back({part.owner, part.m, part.n, part.tile});
+  }
+  return out;
+}
+
 }  // namespace
 
 NB_MODULE(_ffi, m) {
@@ -317,4 +334,17 @@ NB_MODULE(_ffi, m) {
       nb::arg("band_rows") = 16,
       "A rank's share of all_gather_matmul: (first row, end, column, own, pieces waited for) of "
       "each block's tiles; (to, piece) of what is sent, in order; bytes of a piece.");
+  m.def(
+      "scatter_walk",
+      [](int num_m, int num_n, int num_ranks, int rank, int num_blocks, int lead) {
+        const pk::MatmulWalk tiles{num_m, num_n, 1, num_blocks, 0, 1, 16, 0};
+        return scattered_tiles(pk::ScatterWalk::make(tiles, num_ranks, rank, 0, lead));
+      },
+      nb::arg("num_m"), nb::arg("num_n"), nb::arg("num_ranks"), nb::arg("rank"),
+      nb::arg("num_blocks"), nb::arg("lead") = 1,
+      "The walk of a product whose rows are scattered: (owner, m, n, number) of each block's "
+      "tiles, in its order.");
+  m.def("matmul_reduce_scratch", &pk::matmul_reduce_scratch, nb::arg("m"), nb::arg("p"),
+        nb::arg("num_ranks"), nb::arg("all_reduce"),
+        "Bytes of scratch that matmul_reduce_scatter and matmul_all_reduce need.");
 }

@@ -46,6 +46,7 @@ class VirtualRanks {
     bool needs_landing;
     int offset;               // moves operands and results off their alignment
     std::vector<int> absent;  // these ranks take no part
+    cudaError_t (*load)();    // kernels that no communicator loads, or null
   };
 
   // Calls in a row on one channel, enqueued on all ranks before any result is looked at. operands:

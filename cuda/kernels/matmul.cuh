@@ -102,14 +102,8 @@ struct Matmul {
     for (Part part = parts.next(); part.num_steps > 0; part = parts.next()) {
       const RowsOfA rows = source.wait(args.a, part, part.row(Shape::kM));
       const int col = part.n * Shape::kN;
-      for (int step = 0; step < part.num_steps; ++step, at.advance()) {
-        const int k = (part.begin + step) * kBlockK;
-        shared.pipeline.wait_empty(at);
-        if (!ptx::elect_one()) continue;
-        uint64_t* full = shared.pipeline.expect(at, args.step_bytes);
-        shared.a[at.stage].load(rows.map, rows.first, k, 0, full, ptx::kEvictNormal);
-        shared.b[at.stage].load(&args.b, col, k, part.group(), full, args.policy_b);
-      }
+      for (int step = 0; step < part.num_steps; ++step)
+        load_step(rows, col, (part.begin + step) * kBlockK, part.group(), at);
     }
   }
 
@@ -166,7 +160,19 @@ struct Matmul {
     if (ptx::elect_one()) ptx::cp_async_bulk_wait_group_read<0>();
   }
 
- private:
+ protected:
+  // One step's operands into the next stage.
+  __device__ __forceinline__ void load_step(const RowsOfA& rows, int col, int k, int group,
+                                            At& at) {
+    shared.pipeline.wait_empty(at);
+    if (ptx::elect_one()) {
+      uint64_t* full = shared.pipeline.expect(at, args.step_bytes);
+      shared.a[at.stage].load(rows.map, rows.first, k, 0, full, ptx::kEvictNormal);
+      shared.b[at.stage].load(&args.b, col, k, group, full, args.policy_b);
+    }
+    at.advance();
+  }
+
   // Gives back the stages of `steps` steps unread. Here no wgmma holds the warps together, so a
   // barrier does: one that fell a round behind would wait for a phase that is past.
   template <typename Meanwhile>
@@ -182,12 +188,12 @@ struct Matmul {
 
   // The product of `steps` steps. A step's instructions are in flight while the next one's operands
   // are waited for; its stage is given back one step later. `meanwhile(step)` runs while the tensor
-  // cores are at it.
+  // cores are at it, and may take the stages that follow.
   template <typename Meanwhile>
   __device__ __forceinline__ void multiply(Memory& shared, Tile& tile, int row, int col, int steps,
                                            At& at, Meanwhile meanwhile) {
     uint32_t previous = 0;
-    for (int step = 0; step < steps; ++step, at.advance()) {
+    for (int step = 0; step < steps; ++step) {
       shared.pipeline.wait_full(at);
       ptx::wgmma_fence();
 #pragma unroll
@@ -201,8 +207,9 @@ struct Matmul {
         ptx::wgmma_wait_group<1>();
         if (is_first_thread()) shared.pipeline.release(previous);
       }
-      meanwhile(step);
       previous = at.stage;
+      at.advance();
+      meanwhile(step);
     }
     ptx::wgmma_wait_group<0>();
     ptx::written(tile.value);

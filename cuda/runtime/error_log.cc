@@ -42,6 +42,8 @@ const char* name(Op op) {
       return "all_gather_matmul";
     case Op::kMatmulReduceScatter:
       return "matmul_reduce_scatter";
+    case Op::kMatmulAllReduce:
+      return "matmul_all_reduce";
     case Op::kNone:
     case Op::kCustom:
       break;

@@ -18,6 +18,7 @@ enum class Op : uint32_t {
   kPsumScatter = 6,
   kAllGatherMatmul = 7,
   kMatmulReduceScatter = 8,
+  kMatmulAllReduce = 9,
   // From here on: ops of other libraries, numbered as they are loaded.
   kCustom = 1024,
 };

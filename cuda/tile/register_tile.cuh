@@ -68,6 +68,15 @@ __device__ __forceinline__ uint32_t pack(float first, float second) {
   }
 }
 
+template <ptx::Half kType>
+__device__ __forceinline__ float2 unpack(uint32_t pair) {
+  if constexpr (kType == ptx::Half::kBfloat16) {
+    return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
+  } else {
+    return __half22float2(reinterpret_cast<const __half2&>(pair));
+  }
+}
+
 // The same tile rounded to 16 bits, two neighbours of a row in a register.
 template <ptx::Half kType, int kCols>
 struct RoundedTile {
