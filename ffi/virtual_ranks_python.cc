@@ -231,6 +231,7 @@ void all_gather_matmul(const Run& run, int64_t m, int64_t k, int64_t p, const st
           run.operand_bytes() == x_bytes + 2 * shape.pitch_w * (transpose_w ? p : k) &&
           run.result_bytes() == n * (x_bytes + m * shape.pitch_y * (float32_result ? 4 : 2)));
   const MatmulTile shape_of_tile = matmul_tile_from(tile);
+  run.ranks.load(load_all_gather_matmul);
   run.go(0, [&](Communicator& communicator, const Plan& plan, int,
                 const VirtualRanks::Buffers& buffers) {
     AllGatherMatmulOperands in = shape;
