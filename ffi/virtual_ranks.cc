@@ -113,13 +113,16 @@ VirtualRanks::~VirtualRanks() {
   }
 }
 
+void VirtualRanks::load(cudaError_t (*load)()) {
+  on_every_rank([&](Exchange&, Rank&) { check(load(), "loading the op's kernels"); });
+}
+
 std::string VirtualRanks::run(const Calls& calls, const uint8_t* operands, uint8_t* results,
                               const Launch& launch) {
   if (calls.operand_bytes < 1 || calls.result_bytes < 1) throw Error("nothing to move");
   on_every_rank([&](Exchange& exchange, Rank& rank) {
     if (!rank.communicator->has_channel(calls.channel, calls.needs_landing))
       rank.communicator->prepare_channel(exchange, calls.channel, calls.needs_landing, rank.stream);
-    if (calls.load) check(calls.load(), "loading kernels");
   });
   // One buffer of each kind a rank, cut into calls: 256-byte aligned like XLA's own buffers.
   const auto stride = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };

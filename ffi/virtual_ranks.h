@@ -27,6 +27,9 @@ class VirtualRanks {
 
   int num_ranks() const { return static_cast<int>(ranks_.size()); }
 
+  // Kernels that no communicator loads, on the device of every rank.
+  void load(cudaError_t (*load)());
+
   // The buffers of one rank in one call; `num_sms` is its share of the GPU's.
   struct Buffers {
     const char* source;
@@ -46,7 +49,6 @@ class VirtualRanks {
     bool needs_landing;
     int offset;               // moves operands and results off their alignment
     std::vector<int> absent;  // these ranks take no part
-    cudaError_t (*load)();    // kernels that no communicator loads, or null
   };
 
   // Calls in a row on one channel, enqueued on all ranks before any result is looked at. operands:

@@ -35,7 +35,6 @@ struct Run {
   int channel;
   int offset;
   std::vector<int> absent;
-  cudaError_t (*load)() = nullptr;
 
   Plan plan(int call, int rank) const {
     const auto& [mechanism, protocol, blocks] = plans[call % plans.size()];
@@ -61,7 +60,6 @@ struct Run {
     });
     calls.offset = offset;
     calls.absent = absent;
-    calls.load = load;
     std::string error;
     {
       nb::gil_scoped_release release;
@@ -183,7 +181,7 @@ void reduce(const Run& run, const std::string& dtype, const std::string& reducti
 }
 
 // Operands are x, then w, with rows padded to 8 elements of 16 bits; so is the result.
-void matmul_reduce(Run run, int64_t m, int64_t k, int64_t p, const std::string& dtype,
+void matmul_reduce(const Run& run, int64_t m, int64_t k, int64_t p, const std::string& dtype,
                    bool transpose_w, bool all_reduce, int lead) {
   const auto padded = [](int64_t size) { return (size + 7) / 8 * 8; };
   const int ranks = run.ranks.num_ranks();
@@ -203,7 +201,7 @@ void matmul_reduce(Run run, int64_t m, int64_t k, int64_t p, const std::string& 
           run.result_bytes() == 2 * (all_reduce ? m : m / ranks) * shape.pitch_y &&
           (shape.bfloat16 || dtype == "float16"));
   const int64_t scratch_bytes = matmul_reduce_scratch(m, p, ranks, all_reduce);
-  run.load = load_matmul_reduce;
+  run.ranks.load(load_matmul_reduce);
   run.go(scratch_bytes, [&](Communicator& communicator, const Plan& plan, int,
                             const VirtualRanks::Buffers& buffers) {
     MatmulReduceOperands in = shape;
@@ -246,7 +244,7 @@ void ragged_all_to_all(const Run& run, int64_t row_bytes, int num_updates, bool 
 
 // The operand is x [m, k], then w; the result is the gathered x, then the product. Rows are padded
 // to 8 elements.
-void all_gather_matmul(Run run, int64_t m, int64_t k, int64_t p, const std::string& tile,
+void all_gather_matmul(const Run& run, int64_t m, int64_t k, int64_t p, const std::string& tile,
                        int num_comm_blocks, bool transpose_w, const std::string& dtype,
                        bool float32_result, bool own_rows) {
   const auto padded = [](int64_t cols) { return (cols + 7) / 8 * 8; };
@@ -268,7 +266,7 @@ void all_gather_matmul(Run run, int64_t m, int64_t k, int64_t p, const std::stri
           run.operand_bytes() == x_bytes + 2 * shape.pitch_w * (transpose_w ? p : k) &&
           run.result_bytes() == n * (x_bytes + m * shape.pitch_y * (float32_result ? 4 : 2)));
   const MatmulTile shape_of_tile = matmul_tile_from(tile);
-  run.load = load_all_gather_matmul;
+  run.ranks.load(load_all_gather_matmul);
   run.go(0, [&](Communicator& communicator, const Plan& plan, int,
                 const VirtualRanks::Buffers& buffers) {
     AllGatherMatmulOperands in = shape;
@@ -283,8 +281,8 @@ void all_gather_matmul(Run run, int64_t m, int64_t k, int64_t p, const std::stri
 }
 
 // A method with the arguments that all ops take, then its own.
-template <typename Run, typename... Own, typename... Names>
-void method(nb::class_<VirtualRanks>& type, const char* name, void (*op)(Run, Own...),
+template <typename... Own, typename... Names>
+void method(nb::class_<VirtualRanks>& type, const char* name, void (*op)(const Run&, Own...),
             const char* text, Names... names) {
   type.def(
       name,

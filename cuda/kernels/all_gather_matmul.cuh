@@ -44,7 +44,8 @@ struct GatherArgs {
 // ---- Blocks that communicate
 
 struct PushMemory {
-  tma::Ring<8, 1 << GatherPieces::kLeastShift> ring;
+  // Few SMs, so that each has much in flight.
+  tma::Ring<12, 1 << GatherPieces::kLeastShift, 6> ring;
   Guests guests;
   uint32_t pushed;  // moves that have arrived
 };
@@ -79,17 +80,19 @@ __device__ __forceinline__ void push(const Waiter& waiter, const GatherArgs& arg
         0, 1, int64_t{count} << moves,
         [] { ptx::fence_proxy_async(); },  // the invitations, before writes of the other proxy
         [&](int64_t i, const Move&) {
-          // Release of the move, which has arrived; pairs with the acquire below.
+          // Release of the moves, which have arrived; pairs with the acquire below.
           if (lane == 0) ptx::st_release_cta(&shared.pushed, static_cast<uint32_t>(i) + 1);
-        });
+        },
+        1u << moves);
   } else if (warp == 1) {
-    // A warp of its own, for a release waits for all that its SM has written: 3 us or so.
+    // A warp of its own, for fence and release wait for all that has been written: 3 us or so.
     const TileFlags flags{waiter, epoch};
     for (int told = 0; told < count;) {
       int due = 0;
       while (lane == 0 && due <= told) due = ptx::ld_acquire_cta(&shared.pushed) >> moves;
       due = __shfl_sync(0xFFFFFFFF, due, 0);
       __syncwarp();  // for memory: the exchange orders nothing
+      ptx::fence_proxy_async();
       for (int i = told + lane; i < due; i += 32) {
         const auto [to, piece] = sent(i);
         flags.announce(to, piece);

@@ -108,6 +108,8 @@ __device__ __forceinline__ void push(const CommView& comm, const ReduceArgs& arg
       },
       0, 1, static_cast<int64_t>(share.count) * steps, [] { ptx::fence_proxy_async(); },
       [&](int64_t i, const Move& move) {
+        ptx::fence_proxy_async();
+        __syncwarp();
         const uint32_t tiles = due(static_cast<uint32_t>(i) / steps, share.count);
         if (tiles > 0) announce(comm, args, move.first_rank, move.count, tiles);
       });
