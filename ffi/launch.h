@@ -7,7 +7,9 @@
 #include "ffi/call_site.h"
 #include "kernels/all_gather.h"
 #include "kernels/all_gather_copy_engine.h"
+#include "kernels/all_gather_matmul.h"
 #include "kernels/all_to_all.h"
+#include "kernels/matmul_reduce.h"
 #include "kernels/ppermute.h"
 #include "kernels/ragged_all_to_all.h"
 #include "kernels/reduce.h"
@@ -81,6 +83,28 @@ inline void run_reduce(Communicator& communicator, ReduceArgs args, size_t resul
       args.result.offset = communicator.publish(args.result.address, result_bytes);
   }
   check(launch_reduce(communicator.view(), args, plan.protocol, stream), "launch");
+}
+
+inline void run_all_gather_matmul(Communicator& communicator, AllGatherMatmulOperands operands,
+                                  size_t gathered_bytes, const AllGatherMatmulPlan& plan,
+                                  cudaStream_t stream) {
+  communicator.count_launch();
+  operands.gathered.offset = communicator.publish(operands.gathered.address, gathered_bytes);
+  check(launch_all_gather_matmul(communicator.view(), operands, plan, stream), "launch");
+}
+
+inline void run_matmul_reduce(Communicator& communicator, MatmulReduceOperands in,
+                              const MatmulReducePlan& plan, size_t result_bytes,
+                              size_t scratch_bytes, cudaStream_t stream) {
+  communicator.count_launch();
+  const auto needed = static_cast<size_t>(
+      matmul_reduce_scratch(in.m, in.p, communicator.num_ranks(), in.all_reduce));
+  if (scratch_bytes < needed)
+    throw Error("scratch of " + std::to_string(scratch_bytes) + " bytes; " +
+                std::to_string(needed) + " are needed");
+  in.scratch.offset = communicator.publish(in.scratch.address, scratch_bytes);
+  in.y.offset = communicator.publish(in.y.address, result_bytes);
+  check(launch_matmul_reduce(communicator.view(), in, plan, stream), "launch");
 }
 
 }  // namespace pk

@@ -6,14 +6,17 @@
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <map>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "ffi/call_site.h"
@@ -23,11 +26,14 @@
 #include "ffi/noop.h"
 #include "ffi/ragged_dot.h"
 #include "ffi/virtual_ranks_python.h"
+#include "kernels/matmul_reduce.h"
 #include "mechanism/copy_engine.h"
 #include "runtime/error_log.h"
 #include "runtime/process.h"
 #include "runtime/topology.h"
+#include "schedule/gather_walk.h"
 #include "schedule/matmul_walk.h"
+#include "schedule/scatter_walk.h"
 #include "tile/comm_view.h"
 #include "tile/row_tiles.h"
 #include "xla/ffi/api/c_api.h"
@@ -55,12 +61,18 @@ nb::dict handlers() {
     all[target] = stages;
   };
   collective("pk_jax_all_gather", pk::pk_all_gather_instantiate, pk::pk_all_gather_execute);
+  collective("pk_jax_all_gather_matmul", pk::pk_all_gather_matmul_instantiate,
+             pk::pk_all_gather_matmul_execute);
   collective("pk_jax_all_to_all", pk::pk_all_to_all_instantiate, pk::pk_all_to_all_execute);
   collective("pk_jax_ppermute", pk::pk_ppermute_instantiate, pk::pk_ppermute_execute);
   collective("pk_jax_psum", pk::pk_psum_instantiate, pk::pk_psum_execute);
   collective("pk_jax_psum_scatter", pk::pk_psum_scatter_instantiate, pk::pk_psum_scatter_execute);
   collective("pk_jax_ragged_all_to_all", pk::pk_ragged_all_to_all_instantiate,
              pk::pk_ragged_all_to_all_execute);
+  collective("pk_jax_matmul_reduce_scatter", pk::pk_matmul_reduce_scatter_instantiate,
+             pk::pk_matmul_reduce_scatter_execute);
+  collective("pk_jax_matmul_all_reduce", pk::pk_matmul_all_reduce_instantiate,
+             pk::pk_matmul_all_reduce_execute);
   nb::dict matmul;
   matmul["initialize"] = handler(pk::pk_matmul_initialize);
   matmul["execute"] = handler(pk::pk_matmul_execute);
@@ -221,6 +233,41 @@ std::vector<std::vector<std::array<int, 4>>> parts_of(const pk::MatmulWalk& walk
   return out;
 }
 
+// (first row, end, column of tiles, whether the rows are its own) of each tile of each block of
+// `rank`, in its order; and the pieces (source, piece) that it waits for.
+using GatheredTile = std::tuple<int, int, int, bool, std::vector<std::array<int, 2>>>;
+std::vector<std::vector<GatheredTile>> gathered_tiles(const pk::GatherWalk& walk,
+                                                      const pk::GatherPieces& pieces,
+                                                      int64_t row_bytes) {
+  std::vector<std::vector<GatheredTile>> out(walk.tiles.num_blocks);
+  for (int block = 0; block < walk.tiles.num_blocks; ++block) {
+    pk::GatherWalk::Parts parts(walk, block);
+    for (auto part = parts.next(); part.num_steps > 0; part = parts.next()) {
+      std::vector<std::array<int, 2>> waited;
+      if (!part.own) {
+        walk.for_each_source(part, [&](int source, int first, int end) {
+          for (int i = pieces.at(first * row_bytes); i <= pieces.at(end * row_bytes - 1); ++i)
+            waited.push_back({source, i});
+        });
+      }
+      const int end = std::min(part.row(walk.tile_rows) + walk.tile_rows, part.end_row());
+      out[block].push_back({part.row(walk.tile_rows), end, part.n, part.own, waited});
+    }
+  }
+  return out;
+}
+
+// (owner, m, n, number of the tile) of each part of each block, in its order.
+std::vector<std::vector<std::array<int, 4>>> scattered_tiles(const pk::ScatterWalk& walk) {
+  std::vector<std::vector<std::array<int, 4>>> out(walk.tiles.num_blocks);
+  for (int block = 0; block < walk.tiles.num_blocks; ++block) {
+    pk::ScatterWalk::Parts parts(walk, block);
+    for (auto part = parts.next(); part.num_steps > 0; part = parts.next())
+      out[block].push_back({part.owner, part.m, part.n, part.tile});
+  }
+  return out;
+}
+
 }  // namespace
 
 NB_MODULE(_ffi, m) {
@@ -267,4 +314,37 @@ NB_MODULE(_ffi, m) {
       nb::arg("first_m") = 0,
       "The walk of a matrix product: (m, n, first step, end) of each block's parts, in its "
       "order.");
+  m.def(
+      "gather_walk",
+      [](int part_rows, int row_bytes, int rank, int num_ranks, int num_n, int num_blocks,
+         int tile_rows, int band_rows) {
+        const pk::MatmulWalk tiles{0, num_n, 1, num_blocks, 0, 1, band_rows, 0};
+        const auto pieces = pk::GatherPieces::make(int64_t{part_rows} * row_bytes, rank, num_ranks,
+                                                   pk::tile_flags(num_ranks));
+        std::vector<std::array<int, 2>> sent;
+        for (int i = 0; i < pieces.num_sent(); ++i)
+          sent.push_back({pieces.sent(i).to, pieces.sent(i).piece});
+        return std::tuple(
+            gathered_tiles(pk::GatherWalk::make(tiles, part_rows, rank, num_ranks, tile_rows),
+                           pieces, row_bytes),
+            sent, int64_t{1} << pieces.shift);
+      },
+      nb::arg("part_rows"), nb::arg("row_bytes"), nb::arg("rank"), nb::arg("num_ranks"),
+      nb::arg("num_n"), nb::arg("num_blocks"), nb::arg("tile_rows") = 128,
+      nb::arg("band_rows") = 16,
+      "A rank's share of all_gather_matmul: (first row, end, column, own, pieces waited for) of "
+      "each block's tiles; (to, piece) of what is sent, in order; bytes of a piece.");
+  m.def(
+      "scatter_walk",
+      [](int num_m, int num_n, int num_ranks, int rank, int num_blocks, int lead) {
+        const pk::MatmulWalk tiles{num_m, num_n, 1, num_blocks, 0, 1, 16, 0};
+        return scattered_tiles(pk::ScatterWalk::make(tiles, num_ranks, rank, 0, lead));
+      },
+      nb::arg("num_m"), nb::arg("num_n"), nb::arg("num_ranks"), nb::arg("rank"),
+      nb::arg("num_blocks"), nb::arg("lead") = 1,
+      "The walk of a product whose rows are scattered: (owner, m, n, number) of each block's "
+      "tiles, in its order.");
+  m.def("matmul_reduce_scratch", &pk::matmul_reduce_scratch, nb::arg("m"), nb::arg("p"),
+        nb::arg("num_ranks"), nb::arg("all_reduce"),
+        "Bytes of scratch that matmul_reduce_scatter and matmul_all_reduce need.");
 }

@@ -113,6 +113,10 @@ VirtualRanks::~VirtualRanks() {
   }
 }
 
+void VirtualRanks::load(cudaError_t (*load)()) {
+  on_every_rank([&](Exchange&, Rank&) { check(load(), "loading the op's kernels"); });
+}
+
 std::string VirtualRanks::run(const Calls& calls, const uint8_t* operands, uint8_t* results,
                               const Launch& launch) {
   if (calls.operand_bytes < 1 || calls.result_bytes < 1) throw Error("nothing to move");

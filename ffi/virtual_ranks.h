@@ -27,6 +27,9 @@ class VirtualRanks {
 
   int num_ranks() const { return static_cast<int>(ranks_.size()); }
 
+  // Kernels that no communicator loads, on the device of every rank.
+  void load(cudaError_t (*load)());
+
   // The buffers of one rank in one call; `num_sms` is its share of the GPU's.
   struct Buffers {
     const char* source;

@@ -180,6 +180,41 @@ void reduce(const Run& run, const std::string& dtype, const std::string& reducti
   });
 }
 
+// Operands are x, then w, with rows padded to 8 elements of 16 bits; so is the result.
+void matmul_reduce(const Run& run, int64_t m, int64_t k, int64_t p, const std::string& dtype,
+                   bool transpose_w, bool all_reduce, int lead) {
+  const auto padded = [](int64_t size) { return (size + 7) / 8 * 8; };
+  const int ranks = run.ranks.num_ranks();
+  MatmulReduceOperands shape{};
+  shape.m = m;
+  shape.k = k;
+  shape.p = p;
+  shape.pitch_x = padded(k);
+  shape.pitch_w = padded(transpose_w ? k : p);
+  shape.pitch_y = padded(p);
+  shape.transpose_w = transpose_w;
+  shape.bfloat16 = dtype == "bfloat16";
+  shape.all_reduce = all_reduce;
+  shape.channel = run.channel;
+  const int64_t x_bytes = 2 * m * shape.pitch_x;
+  require(run.operand_bytes() == x_bytes + 2 * (transpose_w ? p : k) * shape.pitch_w &&
+          run.result_bytes() == 2 * (all_reduce ? m : m / ranks) * shape.pitch_y &&
+          (shape.bfloat16 || dtype == "float16"));
+  const int64_t scratch_bytes = matmul_reduce_scratch(m, p, ranks, all_reduce);
+  run.ranks.load(load_matmul_reduce);
+  run.go(scratch_bytes, [&](Communicator& communicator, const Plan& plan, int,
+                            const VirtualRanks::Buffers& buffers) {
+    MatmulReduceOperands in = shape;
+    in.x = buffers.source;
+    in.w = buffers.source + x_bytes;
+    in.y.address = buffers.result;
+    in.scratch.address = buffers.scratch;
+    const int num_blocks = plan.num_blocks > 0 ? plan.num_blocks : buffers.num_sms;
+    run_matmul_reduce(communicator, in, {num_blocks, lead}, run.result_bytes(), scratch_bytes,
+                      buffers.stream);
+  });
+}
+
 // The operand ends with three int32 arrays of num_updates: input offsets, send sizes, output
 // offsets.
 void ragged_all_to_all(const Run& run, int64_t row_bytes, int num_updates, bool checks) {
@@ -204,6 +239,44 @@ void ragged_all_to_all(const Run& run, int64_t row_bytes, int num_updates, bool 
     args.num_blocks = plan.num_blocks;
     args.num_sms = buffers.num_sms;
     run_ragged_all_to_all(communicator, args, run.result_bytes(), buffers.stream);
+  });
+}
+
+// The operand is x [m, k], then w; the result is the gathered x, then the product. Rows are padded
+// to 8 elements.
+void all_gather_matmul(const Run& run, int64_t m, int64_t k, int64_t p, const std::string& tile,
+                       int num_comm_blocks, bool transpose_w, const std::string& dtype,
+                       bool float32_result, bool own_rows) {
+  const auto padded = [](int64_t cols) { return (cols + 7) / 8 * 8; };
+  const int n = run.ranks.num_ranks();
+  AllGatherMatmulOperands shape{};
+  shape.m = m;
+  shape.k = k;
+  shape.p = p;
+  shape.pitch_x = padded(k);
+  shape.pitch_w = padded(transpose_w ? k : p);
+  shape.pitch_y = padded(p);
+  shape.transpose_w = transpose_w;
+  shape.bfloat16 = dtype == "bfloat16";
+  shape.float32_result = float32_result;
+  shape.own_rows = own_rows;
+  shape.channel = run.channel;
+  const int64_t x_bytes = 2 * m * shape.pitch_x;
+  require(m > 0 && k > 0 && p > 0 && (shape.bfloat16 || dtype == "float16") &&
+          run.operand_bytes() == x_bytes + 2 * shape.pitch_w * (transpose_w ? p : k) &&
+          run.result_bytes() == n * (x_bytes + m * shape.pitch_y * (float32_result ? 4 : 2)));
+  const MatmulTile shape_of_tile = matmul_tile_from(tile);
+  run.ranks.load(load_all_gather_matmul);
+  run.go(0, [&](Communicator& communicator, const Plan& plan, int,
+                const VirtualRanks::Buffers& buffers) {
+    AllGatherMatmulOperands in = shape;
+    in.x = buffers.source;
+    in.w = buffers.source + x_bytes;
+    in.gathered.address = buffers.result;
+    in.y = buffers.result + n * x_bytes;
+    const int blocks = plan.num_blocks > 0 ? plan.num_blocks : buffers.num_sms;
+    run_all_gather_matmul(communicator, in, n * x_bytes, {shape_of_tile, blocks, num_comm_blocks},
+                          buffers.stream);
   });
 }
 
@@ -244,9 +317,20 @@ void bind_virtual_ranks(nb::module_& module) {
          "algorithms, of each call in turn: \"one_shot\" and \"two_shot\", or \"scatter\" with "
          "operands as [rows, ranks, inner].",
          nb::arg("dtype"), nb::arg("reduction"), nb::arg("algorithms"), nb::arg("rows") = 1);
+  method(type, "matmul_reduce", &matmul_reduce,
+         "Operands are x [m, k], then w [k, p] or [p, k], 16-bit rows padded to 8 elements.",
+         nb::arg("m"), nb::arg("k"), nb::arg("p"), nb::arg("dtype") = "bfloat16",
+         nb::arg("transpose_w") = false, nb::arg("all_reduce") = false, nb::arg("lead") = 1);
   method(type, "ragged_all_to_all", &ragged_all_to_all,
          "Operands end with int32 input_offsets, send_sizes, output_offsets of num_updates each.",
          nb::arg("row_bytes"), nb::arg("num_updates"), nb::arg("checks") = false);
+  method(
+      type, "all_gather_matmul", &all_gather_matmul,
+      "Operands are x [m, k], then w [k, p], or [p, k] with transpose_w; results the gathered x, "
+      "then the product. Rows are padded to 8 elements.",
+      nb::arg("m"), nb::arg("k"), nb::arg("p"), nb::arg("tile"), nb::arg("num_comm_blocks"),
+      nb::arg("transpose_w") = false, nb::arg("dtype") = "bfloat16",
+      nb::arg("float32_result") = false, nb::arg("own_rows") = true);
 }
 
 }  // namespace pk

@@ -56,10 +56,19 @@ struct Shared {
   Pipeline<Shape::kStages> pipeline;
 };
 
+// Where the rows of A for a part are: the map of their matrix, and the first of them in it.
+struct RowsOfA {
+  const CUtensorMap* map;
+  int first;
+};
+
 // A is whole before the kernel starts.
 struct WholeSource {
+  // Until the rows of the part, which begin at `row` of the result, may be read.
   template <typename Part>
-  __device__ __forceinline__ void wait(const Part&) const {}
+  __device__ __forceinline__ RowsOfA wait(const CUtensorMap& a, const Part&, int row) const {
+    return {&a, row};
+  }
 };
 
 template <typename Shape, ptx::Half kType, Major kMajorA, Major kMajorB, typename Walk,
@@ -81,22 +90,17 @@ struct Matmul {
   Memory& shared;
   Source source;
   Epilogue epilogue;
+  int block;  // its number in the walk
 
   // Warp 0 of the movers.
   __device__ __forceinline__ void load() {
     At at;
-    typename Walk::Parts parts(args.walk, blockIdx.x);
+    typename Walk::Parts parts(args.walk, block);
     for (Part part = parts.next(); part.num_steps > 0; part = parts.next()) {
-      source.wait(part);
-      const int row = part.row(Shape::kM), col = part.n * Shape::kN;
-      for (int step = 0; step < part.num_steps; ++step, at.advance()) {
-        const int k = (part.begin + step) * kBlockK;
-        shared.pipeline.wait_empty(at);
-        if (!ptx::elect_one()) continue;
-        uint64_t* full = shared.pipeline.expect(at, args.step_bytes);
-        shared.a[at.stage].load(&args.a, row, k, 0, full, ptx::kEvictNormal);
-        shared.b[at.stage].load(&args.b, col, k, part.group(), full, args.policy_b);
-      }
+      const RowsOfA rows = source.wait(args.a, part, part.row(Shape::kM));
+      const int col = part.n * Shape::kN;
+      for (int step = 0; step < part.num_steps; ++step)
+        load_step(rows, col, (part.begin + step) * kBlockK, part.group(), at);
     }
   }
 
@@ -107,7 +111,7 @@ struct Matmul {
     PanelBuffers& buffers = shared.c[consumer];
     PendingTile<kResult, Shape::kConsumerN> pending;
     At at;
-    typename Walk::Parts parts(args.walk, blockIdx.x);
+    typename Walk::Parts parts(args.walk, block);
     int end_row = INT32_MAX;  // of the pending tile
     Part part = parts.next(), next{};
     for (; part.num_steps > 0; part = next) {
@@ -145,13 +149,25 @@ struct Matmul {
     if constexpr (requires { parts.rows_in_groups(); }) {
       // Rows in no group.
       constexpr int kThreads = 128 * Crew::kConsumers;
-      args.c.clear(parts.rows_in_groups(), blockIdx.x * kThreads + threadIdx.x,
+      args.c.clear(parts.rows_in_groups(), block * kThreads + threadIdx.x,
                    int64_t{gridDim.x} * kThreads);
     }
     if (ptx::elect_one()) ptx::cp_async_bulk_wait_group_read<0>();
   }
 
- private:
+ protected:
+  // One step's operands into the next stage.
+  __device__ __forceinline__ void load_step(const RowsOfA& rows, int col, int k, int group,
+                                            At& at) {
+    shared.pipeline.wait_empty(at);
+    if (ptx::elect_one()) {
+      uint64_t* full = shared.pipeline.expect(at, args.step_bytes);
+      shared.a[at.stage].load(rows.map, rows.first, k, 0, full, ptx::kEvictNormal);
+      shared.b[at.stage].load(&args.b, col, k, group, full, args.policy_b);
+    }
+    at.advance();
+  }
+
   // Gives back the stages of `steps` steps unread. Here no wgmma holds the warps together, so a
   // barrier does: one that fell a round behind would wait for a phase that is past.
   template <typename Meanwhile>
@@ -167,7 +183,7 @@ struct Matmul {
 
   // The product of `steps` steps. A step's instructions are in flight while the next one's operands
   // are waited for; its stage is given back one step later. `meanwhile(step)` runs while the tensor
-  // cores are at it.
+  // cores are at it, and may take the stages that follow.
   template <typename Meanwhile>
   __device__ __forceinline__ void multiply(Memory& shared, Tile& tile, int row, int col, int steps,
                                            At& at, Meanwhile meanwhile) {
@@ -175,7 +191,7 @@ struct Matmul {
     Tile own;  // of one step
     Tile& sum = kSumOfSteps ? own : tile;
     if constexpr (kSumOfSteps) tile = Tile{};
-    for (int step = 0; step < steps; ++step, at.advance()) {
+    for (int step = 0; step < steps; ++step) {
       shared.pipeline.wait_full(at);
       ptx::wgmma_fence();
 #pragma unroll
@@ -185,13 +201,15 @@ struct Matmul {
             (!kSumOfSteps && step > 0) || i > 0);
       }
       ptx::wgmma_commit_group();
+      const uint32_t stage = at.stage;
+      at.advance();
       // Two steps may be in flight now, so this may take long.
       meanwhile(step);
       if constexpr (kSumOfSteps) {
         // The tensor cores go on with the other consumer's step.
         ptx::wgmma_wait_group<0>();
         ptx::written(own.value);
-        if (is_first_thread()) shared.pipeline.release(at.stage);
+        if (is_first_thread()) shared.pipeline.release(stage);
         tile.add(own);
         continue;
       }
@@ -199,7 +217,7 @@ struct Matmul {
         ptx::wgmma_wait_group<1>();
         if (is_first_thread()) shared.pipeline.release(previous);
       }
-      previous = at.stage;
+      previous = stage;
     }
     if constexpr (kSumOfSteps) return;
     ptx::wgmma_wait_group<0>();
@@ -217,23 +235,30 @@ struct Matmul {
   }
 };
 
+// What a block does before it meets and takes up its roles.
+template <typename Op, typename Walk>
+__device__ __forceinline__ typename Op::Memory& set_up(char* memory, const Args<Walk>& args) {
+  // The launch adds what this rounding takes.
+  const auto address = reinterpret_cast<uintptr_t>(memory) + kSwizzleBytes - 1;
+  auto& shared = *reinterpret_cast<typename Op::Memory*>(address & ~uintptr_t{kSwizzleBytes - 1});
+  if (threadIdx.x == 0) shared.pipeline.init(Op::Crew::kConsumers);
+  if (threadIdx.x == 32) {
+    ptx::prefetch_tensor_map(&args.a);
+    ptx::prefetch_tensor_map(&args.b);
+    if (!args.c.float32) ptx::prefetch_tensor_map(&args.c.map);
+  }
+  return shared;
+}
+
 template <typename Shape, ptx::Half kType, Major kMajorA, Major kMajorB, typename Walk,
           typename Source, typename Epilogue>
 __global__ void __launch_bounds__(Shape::Crew::kThreads, Shape::Crew::kMinBlocks)
     matmul(const __grid_constant__ Args<Walk> args, Source source, Epilogue epilogue) {
   using Op = Matmul<Shape, kType, kMajorA, kMajorB, Walk, Source, Epilogue>;
   extern __shared__ char memory[];
-  // The launch adds what this rounding takes.
-  const auto address = reinterpret_cast<uintptr_t>(memory) + kSwizzleBytes - 1;
-  auto& shared = *reinterpret_cast<typename Op::Memory*>(address & ~uintptr_t{kSwizzleBytes - 1});
-  if (threadIdx.x == 0) shared.pipeline.init(Shape::Crew::kConsumers);
-  if (threadIdx.x == 32) {
-    ptx::prefetch_tensor_map(&args.a);
-    ptx::prefetch_tensor_map(&args.b);
-    if (!args.c.float32) ptx::prefetch_tensor_map(&args.c.map);
-  }
+  auto& shared = set_up<Op>(memory, args);
   __syncthreads();
-  Op op{args, shared, source, epilogue};
+  Op op{args, shared, source, epilogue, static_cast<int>(blockIdx.x)};
   Shape::Crew::run(op);
 }
 

@@ -30,12 +30,10 @@ auto visit_shape(MatmulTile tile, F f) {
   return f(TileShape<64, 64, 13, 1>{});
 }
 
-template <typename Walk>
-using Kernel = void (*)(Args<Walk>, WholeSource, Epilogue);
-
-template <typename Walk>
-struct Instance {
-  Kernel<Walk> kernel;
+// What the host must know of a kernel.
+template <typename Kernel>
+struct InstanceOf {
+  Kernel kernel;
   int shared_bytes;
   int num_threads;
   int tile_m, tile_n;
@@ -43,10 +41,10 @@ struct Instance {
   int box_a, box_b;
 };
 
-template <typename Shape, ptx::Half kType, Major kMajorA, Major kMajorB, typename Walk>
-Instance<Walk> make_instance() {
+template <typename Shape, Major kMajorA, Major kMajorB, typename Kernel>
+InstanceOf<Kernel> instance_of(Kernel kernel) {
   using Memory = Shared<Shape, kMajorA, kMajorB>;
-  return {matmul<Shape, kType, kMajorA, kMajorB, Walk, WholeSource, Epilogue>,
+  return {kernel,
           static_cast<int>(sizeof(Memory)) + kSwizzleBytes,
           Shape::Crew::kThreads,
           Shape::kM,
@@ -55,12 +53,20 @@ Instance<Walk> make_instance() {
           Memory::B::kBoxOuter};
 }
 
-// Fills in what all products have in common, and launches. `rows_past`: rows of A that no tile has
-// and that are not loaded, so long as the first tile is the only one.
 template <typename Walk>
-cudaError_t launch(const Instance<Walk>& instance, Args<Walk>& args, const Epilogue& epilogue,
-                   const Matrix& a, const Matrix& b, const Matrix& c, bool bfloat16, bool float32,
-                   int rows_past, int num_blocks, int cluster, cudaStream_t stream) {
+using Instance = InstanceOf<void (*)(Args<Walk>, WholeSource, Epilogue)>;
+
+template <typename Shape, ptx::Half kType, Major kMajorA, Major kMajorB, typename Walk>
+Instance<Walk> make_instance() {
+  return instance_of<Shape, kMajorA, kMajorB>(
+      matmul<Shape, kType, kMajorA, kMajorB, Walk, WholeSource, Epilogue>);
+}
+
+// Fills in what all products have in common. `rows_past`: rows of A that no tile has and that are
+// not loaded, so long as the first tile is the only one.
+template <typename Kernel, typename Walk>
+cudaError_t fill(const InstanceOf<Kernel>& instance, Args<Walk>& args, const Matrix& a,
+                 const Matrix& b, const Matrix& c, bool bfloat16, bool float32, int rows_past) {
   // Vectors of the result, and what tensor maps ask for.
   if (a.pitch % 8 != 0 || b.pitch % 8 != 0 || c.pitch % 8 != 0 || a.pitch < a.cols ||
       b.pitch < b.cols || c.pitch < c.cols || reinterpret_cast<uintptr_t>(c.address) % 16 != 0)
@@ -79,6 +85,14 @@ cudaError_t launch(const Instance<Walk>& instance, Args<Walk>& args, const Epilo
             make_tensor_map(&args.c.map, c, bfloat16, ResultPanel::kRows, ResultPanel::kCols))
       return error;
   }
+  return cudaSuccess;
+}
+
+template <typename Walk>
+cudaError_t launch(const Instance<Walk>& instance, Args<Walk>& args, const Epilogue& epilogue,
+                   const Matrix& a, const Matrix& b, const Matrix& c, bool bfloat16, bool float32,
+                   int rows_past, int num_blocks, int cluster, cudaStream_t stream) {
+  if (cudaError_t error = fill(instance, args, a, b, c, bfloat16, float32, rows_past)) return error;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
@@ -93,8 +107,8 @@ cudaError_t launch(const Instance<Walk>& instance, Args<Walk>& args, const Epilo
 }
 
 // Loads a kernel on the current device and gives it its shared memory.
-template <typename Walk>
-cudaError_t load(const Instance<Walk>& instance) {
+template <typename Kernel>
+cudaError_t load(const InstanceOf<Kernel>& instance) {
   if (cudaError_t error =
           cudaFuncSetAttribute(kernel_pointer(instance.kernel),
                                cudaFuncAttributeMaxDynamicSharedMemorySize, instance.shared_bytes))

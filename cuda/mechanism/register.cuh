@@ -60,6 +60,27 @@ __device__ __forceinline__ void store_tile(const PeerTensor& destination, const 
   }
 }
 
+// One of `num_warps` warps copies its share of `bytes` within this GPU, whole vectors of 16.
+__device__ __forceinline__ void copy_share(char* to, const char* from, int64_t bytes, int64_t warp,
+                                           int64_t num_warps) {
+  constexpr int kUnroll = 4;
+  constexpr int64_t kPiece = kUnroll * 32 * sizeof(uint4);
+  for (int64_t piece = warp * kPiece; piece < bytes; piece += num_warps * kPiece) {
+    const int64_t first = piece + threadIdx.x % 32 * sizeof(uint4);
+    uint4 value[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t at = first + u * 32 * sizeof(uint4);
+      if (at < bytes) value[u] = *reinterpret_cast<const uint4*>(from + at);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t at = first + u * 32 * sizeof(uint4);
+      if (at < bytes) *reinterpret_cast<uint4*>(to + at) = value[u];
+    }
+  }
+}
+
 // One block puts zeros into a tile of the own result.
 template <typename Vector>
 __device__ __forceinline__ void clear_tile(char* result, const PartLayout& layout,

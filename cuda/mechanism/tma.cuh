@@ -14,15 +14,15 @@
 
 namespace pk::tma {
 
-// A ring of stages: half of them may hold loads in flight, the other half stores in flight.
-template <int kStages, uint32_t kStageBytes>
+// A ring of stages: half of them may hold loads in flight, the other half stores in flight, of
+// which kBehind have not arrived if somebody waits for that: enough for the link where many SMs
+// share it, and no more, for what follows is late by as much.
+template <int kStages, uint32_t kStageBytes, int kBehind = 3>
 struct Ring {
-  static_assert(kStages >= 2 && kStages % 2 == 0);
+  static_assert(kStages >= 2 && kStages % 2 == 0 && kBehind <= kStages / 2);
   static_assert(kStageBytes % 128 == 0);
   alignas(128) char stage[kStages][kStageBytes];
   uint64_t loaded[kStages];
-
-  static constexpr int kLookahead = kStages / 2;
 
   __device__ void init() {
     if (threadIdx.x == 0) {
@@ -45,17 +45,19 @@ struct AtEnd {};
 // One warp. Carries out move(first), move(first + stride), ... below `end`, each to its place in
 // the destination. `before_store` is called once, after the first loads are under way and before
 // the first store: the op waits for its peers there. `stored(i, m)`, unless AtEnd, is called in
-// order, by all lanes, for the i-th move m when its bytes have arrived, a few moves behind.
-template <int kStages, uint32_t kStageBytes, typename MoveOf, typename BeforeStore,
+// order, by all lanes, a few moves behind: the i-th move m, and those before it, have arrived. It
+// is called for every `every`-th move (a power of two), and at the end for all that are left.
+// Whoever then tells a peer fences first (fence_proxy_async): the bytes are written through the
+// async proxy, and words of release are not.
+template <int kStages, uint32_t kStageBytes, int kBehind, typename MoveOf, typename BeforeStore,
           typename Stored = AtEnd>
-__device__ __forceinline__ void store_tiles(Ring<kStages, kStageBytes>& ring,
+__device__ __forceinline__ void store_tiles(Ring<kStages, kStageBytes, kBehind>& ring,
                                             const PeerTensor& destination, MoveOf move,
                                             int64_t first, int64_t stride, int64_t end,
-                                            BeforeStore before_store, Stored stored = {}) {
-  constexpr int kLookahead = Ring<kStages, kStageBytes>::kLookahead;
+                                            BeforeStore before_store, Stored stored = {},
+                                            uint32_t every = 1) {
+  constexpr int kLookahead = kStages / 2;
   constexpr bool kAtEnd = std::is_same_v<Stored, AtEnd>;
-  // Enough in flight for the link, and no more: what follows waits for `stored`.
-  constexpr int kBehind = kLookahead < 3 ? kLookahead : 3;
   const int lane = threadIdx.x % 32;
   const int64_t count = end > first ? (end - first + stride - 1) / stride : 0;
   const auto move_of = [&](int64_t i) -> Move { return move(first + i * stride); };
@@ -93,15 +95,16 @@ __device__ __forceinline__ void store_tiles(Ring<kStages, kStageBytes>& ring,
     }
     ptx::cp_async_bulk_commit_group();
     if constexpr (!kAtEnd) {
-      ptx::cp_async_bulk_wait_group<kBehind>();
-      ptx::fence_proxy_async();
-      __syncwarp();
-      if (i >= kBehind) stored(i - kBehind, move_of(i - kBehind));
+      const int64_t arrived = i - kBehind;
+      if (arrived >= 0 && ((arrived + 1) & (every - 1)) == 0) {
+        ptx::cp_async_bulk_wait_group<kBehind>();
+        stored(arrived, move_of(arrived));
+      }
     }
     if (i + kLookahead < count) {
       // The stage that move i + kLookahead will fill was last stored from by move i - kLookahead:
       // its group must have been read.
-      if constexpr (kAtEnd) ptx::cp_async_bulk_wait_group_read<kLookahead>();
+      ptx::cp_async_bulk_wait_group_read<kLookahead>();
       __syncwarp();
       load(i + kLookahead);
     }
@@ -112,7 +115,8 @@ __device__ __forceinline__ void store_tiles(Ring<kStages, kStageBytes>& ring,
   ptx::fence_proxy_async();
   if constexpr (!kAtEnd) {
     __syncwarp();
-    for (int64_t i = count > kBehind ? count - kBehind : 0; i < count; ++i) stored(i, move_of(i));
+    const int64_t told = count > kBehind ? (count - kBehind) & -int64_t{every} : 0;
+    for (int64_t i = told; i < count; ++i) stored(i, move_of(i));
   }
 }
 

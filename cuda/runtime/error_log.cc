@@ -38,6 +38,12 @@ const char* name(Op op) {
       return "psum";
     case Op::kPsumScatter:
       return "psum_scatter";
+    case Op::kAllGatherMatmul:
+      return "all_gather_matmul";
+    case Op::kMatmulReduceScatter:
+      return "matmul_reduce_scatter";
+    case Op::kMatmulAllReduce:
+      return "matmul_all_reduce";
     case Op::kNone:
     case Op::kCustom:
       break;
@@ -63,6 +69,8 @@ const char* what(Slot slot) {
       return "to take a chunk out of its landing buffer (taken slot)";
     case Slot::kStaged:
       return "to push its tiles here (staged slot)";
+    case Slot::kTileFlag:
+      return "to push a piece of its data here (tile flag)";
     case Slot::kGrid:
     case Slot::kSourceRow:
     case Slot::kTargetRow:

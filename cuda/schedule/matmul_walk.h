@@ -45,6 +45,9 @@ struct MatmulWalk {
   PK_HOST_DEVICE int whole_tiles() const { return num_tiles() - split_tiles; }
   PK_HOST_DEVICE bool is_whole(const Part& part) const { return part.num_steps == num_steps; }
 
+  // A tile by its number, with all of its steps.
+  PK_HOST_DEVICE Part whole(int tile) const { return at(tile, 0, num_steps); }
+
   PK_HOST_DEVICE int num_whole(int block) const {
     const int left = whole_tiles() - block;
     return left > 0 ? (left - 1) / num_blocks + 1 : 0;
@@ -56,7 +59,7 @@ struct MatmulWalk {
 
   // Part i of a block: its whole tiles, then its part of a split one.
   PK_HOST_DEVICE Part part(int block, int i) const {
-    if (i < num_whole(block)) return at(block + i * num_blocks, 0, num_steps);
+    if (i < num_whole(block)) return whole(block + i * num_blocks);
     const int p = block % split;
     const int begin = p * num_steps / split, end = (p + 1) * num_steps / split;
     return at(whole_tiles() + block / split, begin, end - begin);

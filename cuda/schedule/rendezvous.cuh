@@ -34,6 +34,25 @@ struct Invitation {
   }
 };
 
+// Who goes through entry and exit for a block: all its threads, or one warp that has all of its
+// writes to peers, and that others need not wait for.
+struct WholeBlock {
+  static __device__ __forceinline__ int index() { return threadIdx.x; }
+  static __device__ __forceinline__ int size() { return blockDim.x; }
+  static __device__ __forceinline__ void sync() { __syncthreads(); }
+  static __device__ __forceinline__ bool any(bool mine) { return __syncthreads_or(mine); }
+};
+struct OneWarp {
+  static __device__ __forceinline__ int index() { return threadIdx.x % 32; }
+  static __device__ __forceinline__ int size() { return 32; }
+  static __device__ __forceinline__ void sync() { __syncwarp(); }
+  static __device__ __forceinline__ bool any(bool mine) {
+    const bool found = __any_sync(0xFFFFFFFF, mine);
+    __syncwarp();  // for memory: the vote orders nothing
+    return found;
+  }
+};
+
 __device__ __forceinline__ Channel& channel_of(const Waiter& waiter) {
   return signal_page(waiter.comm, waiter.comm.rank).channels[waiter.channel];
 }
@@ -43,35 +62,45 @@ __device__ __forceinline__ uint32_t this_epoch(const Channel& channel) {
   return ptx::ld_relaxed_gpu(&channel.epoch[blockIdx.x]) + 1;
 }
 
-// All threads of every block, as the last thing on the channel: the next call may begin when this
+// The team of every block, as the last thing on the channel: the next call may begin when this
 // one's kernel has ended.
+template <typename Team = WholeBlock>
 __device__ __forceinline__ void end_block(Channel& channel, uint32_t epoch) {
-  __syncthreads();  // every thread has read its epoch
-  if (threadIdx.x == 0) channel.epoch[blockIdx.x] = epoch;
+  Team::sync();  // every thread has read its epoch
+  if (Team::index() == 0) channel.epoch[blockIdx.x] = epoch;
   if (blockIdx.x == 0) {
-    for (int block = gridDim.x + threadIdx.x; block < kMaxBlocks; block += blockDim.x)
+    for (int block = gridDim.x + Team::index(); block < kMaxBlocks; block += Team::size())
       channel.epoch[block] = epoch;
   }
 }
 
-// A call's view of its group after entry; in shared memory.
-struct Guests {
-  char* address[kPublished][kMaxRanks];  // [buffer]: each rank's, seen from here
-  uint32_t num_blocks[kMaxRanks];
+// A call's view of its group, of no more than kRanks, after entry; in shared memory.
+template <int kRanks>
+struct GuestsUpTo {
+  char* address[kPublished][kRanks];  // [buffer]: each rank's, seen from here
+  uint32_t num_blocks[kRanks];
+};
+using Guests = GuestsUpTo<kMaxRanks>;
+
+struct EveryPeer {
+  __device__ __forceinline__ bool operator()(int /*peer*/) const { return true; }
 };
 
-// All threads of every block. Invites the peers to `mine`, waits for theirs; returns the epoch of
-// this call. All ranks publish the same number of buffers.
-template <int kCount>
+// The team of every block. Invites the peers to `mine`, waits for theirs; returns the epoch of this
+// call. All ranks publish the same number of buffers. Of a peer that may end the call without
+// having heard from this block, the block must not wait for the invitation: the next one might
+// stand in its place. Where there are such peers `expects` names the others.
+template <typename Team = WholeBlock, int kCount, int kRanks, typename Expects = EveryPeer>
 __device__ __forceinline__ uint32_t enter(const Waiter& waiter, const Published (&mine)[kCount],
-                                          Guests& guests) {
+                                          GuestsUpTo<kRanks>& guests, Expects expects = {}) {
   static_assert(kCount <= kPublished);
   const CommView& comm = waiter.comm;
   const SignalPage& page = signal_page(comm, comm.rank);
   Channel& channel = channel_of(waiter);
   const uint32_t epoch = this_epoch(channel);
   const uint64_t tag = static_cast<uint64_t>(epoch) << 32;
-  for (int peer = threadIdx.x; peer < comm.num_ranks; peer += blockDim.x) {
+#pragma unroll 1
+  for (int peer = Team::index(); peer < comm.num_ranks; peer += Team::size()) {
     ulonglong2* box = signal_page(comm, peer).channels[waiter.channel].invitation[comm.rank];
 #pragma unroll
     for (int b = 0; b < kCount; ++b) {
@@ -87,10 +116,11 @@ __device__ __forceinline__ uint32_t enter(const Waiter& waiter, const Published 
                                               tag | (invitation.word >> 32)});
     }
   }
-  for (int peer = threadIdx.x; peer < comm.num_ranks; peer += blockDim.x) {
-    if (peer == comm.rank) continue;
+#pragma unroll 1
+  for (int peer = Team::index(); peer < comm.num_ranks; peer += Team::size()) {
+    if (peer == comm.rank || !expects(peer)) continue;
     const ulonglong2* box = channel.invitation[peer];
-#pragma unroll
+#pragma unroll 1
     for (int b = 0; b < kCount; ++b) {
       ulonglong2 halves;
       wait_until(waiter, Slot::kInvitation, peer, epoch, [&](uint32_t& seen) {
@@ -103,36 +133,52 @@ __device__ __forceinline__ uint32_t enter(const Waiter& waiter, const Published 
       guests.num_blocks[peer] = theirs.num_blocks();
     }
   }
-  __syncthreads();
+  Team::sync();
   return epoch;
 }
 
-// All threads of every block, when the block's writes to peers are complete (bulk stores waited for
-// in full): the exit described above.
-__device__ __forceinline__ void leave(const Waiter& waiter, uint32_t epoch, const Guests& guests) {
+// The team: stops the op if a peer runs another grid, for ops whose blocks wait for those of the
+// same number. `expects` as for enter().
+template <typename Team = WholeBlock, int kRanks, typename Expects = EveryPeer>
+__device__ __forceinline__ void check_grids(const Waiter& waiter, const GuestsUpTo<kRanks>& guests,
+                                            Expects expects = {}) {
+  const CommView& comm = waiter.comm;
+#pragma unroll 1
+  for (int peer = Team::index(); peer < comm.num_ranks; peer += Team::size()) {
+    if (peer == comm.rank || !expects(peer) || guests.num_blocks[peer] == gridDim.x) continue;
+    fail(comm.error, {1, 0, waiter.op, Slot::kGrid, comm.rank, comm.num_ranks, peer, waiter.channel,
+                      gridDim.x, guests.num_blocks[peer], 0});
+  }
+}
+
+// The team of every block, when the block's writes to peers are complete (bulk stores waited for in
+// full): the exit described above.
+template <typename Team = WholeBlock, int kRanks>
+__device__ __forceinline__ void leave(const Waiter& waiter, uint32_t epoch,
+                                      const GuestsUpTo<kRanks>& guests) {
   const CommView& comm = waiter.comm;
   Channel& channel = channel_of(waiter);
-  __shared__ bool last;
-  __syncthreads();
-  for (int peer = threadIdx.x; peer < comm.num_ranks; peer += blockDim.x) {
+  Team::sync();
+#pragma unroll 1
+  for (int peer = Team::index(); peer < comm.num_ranks; peer += Team::size()) {
     if (peer == comm.rank) continue;
     // Release of this block's writes to the peer (gathered by the barrier above); pairs with the
     // peer's acquire in the wait below.
     ptx::red_add_release_sys(&signal_page(comm, peer).channels[waiter.channel].left[comm.rank], 1);
   }
   // The count elects the block that waits; it orders nothing.
-  if (threadIdx.x == 0) last = ptx::atom_add_relaxed_gpu(&channel.ended, 1) == gridDim.x - 1;
-  __syncthreads();
-  if (last) {
-    for (int peer = threadIdx.x; peer < comm.num_ranks; peer += blockDim.x) {
+  if (Team::any(Team::index() == 0 &&
+                ptx::atom_add_relaxed_gpu(&channel.ended, 1) == gridDim.x - 1)) {
+#pragma unroll 1
+    for (int peer = Team::index(); peer < comm.num_ranks; peer += Team::size()) {
       if (peer == comm.rank) continue;
       const uint32_t expected = channel.left_before[peer] + guests.num_blocks[peer];
       wait_signal(waiter, Slot::kLeave, peer, &channel.left[peer], expected);
       channel.left_before[peer] = expected;
     }
-    if (threadIdx.x == 0) channel.ended = 0;
+    if (Team::index() == 0) channel.ended = 0;
   }
-  end_block(channel, epoch);
+  end_block<Team>(channel, epoch);
 }
 
 }  // namespace pk

@@ -108,6 +108,8 @@ __device__ __forceinline__ void push(const CommView& comm, const ReduceArgs& arg
       },
       0, 1, static_cast<int64_t>(share.count) * steps, [] { ptx::fence_proxy_async(); },
       [&](int64_t i, const Move& move) {
+        ptx::fence_proxy_async();
+        __syncwarp();
         const uint32_t tiles = due(static_cast<uint32_t>(i) / steps, share.count);
         if (tiles > 0) announce(comm, args, move.first_rank, move.count, tiles);
       });
@@ -152,16 +154,6 @@ __device__ __forceinline__ void push_elements(const CommView& comm, const Reduce
   __syncthreads();
   if (threadIdx.x / 32 == kPusher)
     announce(comm, args, (comm.rank + 1) % comm.num_ranks, comm.num_ranks - 1, share.count);
-}
-
-// All threads: stops the op if a peer runs another grid, for its blocks would wait for ever.
-__device__ __forceinline__ void check_grids(const Waiter& waiter, const Guests& guests) {
-  const CommView& comm = waiter.comm;
-  for (int peer = threadIdx.x; peer < comm.num_ranks; peer += blockDim.x) {
-    if (peer == comm.rank || guests.num_blocks[peer] == gridDim.x) continue;
-    fail(comm.error, {1, 0, waiter.op, Slot::kGrid, comm.rank, comm.num_ranks, peer, waiter.channel,
-                      gridDim.x, guests.num_blocks[peer], 0});
-  }
 }
 
 }  // namespace pk::reduce

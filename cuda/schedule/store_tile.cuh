@@ -28,11 +28,20 @@ struct Result {
   // One warp: the first rows of a panel, up to `end_row` of the matrix.
   __device__ __forceinline__ void store_rows(ResultPanel& panel, int num_rows, int row, int col,
                                              int end_row) const {
+    store_rows(address, panel, num_rows, row, col, end_row);
+  }
+
+  // The same into another matrix of this shape: that of a peer. kVectors are in registers at a
+  // time.
+  template <int kVectors = 4>
+  __device__ __forceinline__ void store_rows(void* to, ResultPanel& panel, int num_rows, int row,
+                                             int col, int end_row) const {
+#pragma unroll kVectors
     for (int i = threadIdx.x % 32; i < num_rows * 8; i += 32) {
       const int r = row + i / 8, c = col + i % 8 * 8;
       const float4 chunk = ptx::ld_shared(reinterpret_cast<float4*>(panel.chunk(i / 8, i % 8 * 8)));
       if (r < end_row && c < pitch)
-        *reinterpret_cast<float4*>(static_cast<uint16_t*>(address) + r * pitch + c) = chunk;
+        *reinterpret_cast<float4*>(static_cast<uint16_t*>(to) + r * pitch + c) = chunk;
     }
   }
 

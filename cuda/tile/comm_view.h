@@ -38,18 +38,26 @@ inline constexpr int kLandingSlots = 4;
 // The most blocks an op may have: each has an epoch word of its own.
 inline constexpr int kMaxBlocks = 512;
 
+// Words of flags that the peers of a rank share in it, for each channel (schedule/tile_flags.cuh).
+inline constexpr int kTileFlags = 16384;
+
+// Flags that one rank may raise in another: 8192 between two, 2048 among eight.
+PK_HOST_DEVICE inline constexpr int tile_flags(int num_ranks) { return kTileFlags / num_ranks; }
+
 // The most buffers that an invitation names (schedule/rendezvous.cuh).
 inline constexpr int kPublished = 2;
 
-// The counters of one call site. What other ranks see only grows; `ended`, `work` and `emptied`
-// count within a call or a chunk and go back to zero.
+// The counters of one call site. What other ranks see only grows; `begun`, `ended`, `work` and
+// `emptied` count within a call or a chunk and go back to zero.
 struct alignas(128) Channel {
   // [block]: calls finished, as this block will read it. A block reads its word when it begins and
   // writes it when it ends, so that blocks of one call need not agree on when the epoch advances;
   // block 0 also writes the words of blocks that the call did not have.
   uint32_t epoch[kMaxBlocks];
-  // Blocks that have ended in the call under way; the last one puts it back to zero.
+  // Blocks that have ended in the call under way, and, where they are told apart by their arrival
+  // (schedule/inter_sm.cuh), that have begun; the last one puts it back to zero.
   alignas(128) uint32_t ended;
+  uint32_t begun;
   // Copy-engine path. Rounds of the landing ring so far (a call takes whole ones), and pieces of
   // work handed out in the call under way.
   uint32_t rounds;
@@ -65,6 +73,9 @@ struct alignas(128) Channel {
   // calls; and how many each should be after the last call, which is the same for every peer.
   alignas(128) uint32_t staged[kMaxRanks][kMaxBlocks];
   alignas(128) uint32_t staged_before[kMaxBlocks];
+  // [peer][flag], as many for each as tile_flags() says: the last epoch in which the peer has
+  // raised the flag.
+  alignas(128) uint32_t tile_flag[kTileFlags];
   // Copy-engine path. [peer][slot]: number of the last round of the ring in which the peer has put
   // a chunk into that slot of this rank's landing buffer.
   alignas(128) uint32_t landed[kMaxRanks][kLandingSlots];

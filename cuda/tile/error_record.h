@@ -16,6 +16,9 @@ enum class Op : uint32_t {
   kRaggedAllToAll = 4,
   kPsum = 5,
   kPsumScatter = 6,
+  kAllGatherMatmul = 7,
+  kMatmulReduceScatter = 8,
+  kMatmulAllReduce = 9,
   // From here on: ops of other libraries, numbered as they are loaded.
   kCustom = 1024,
 };
@@ -28,10 +31,11 @@ enum class Slot : uint32_t {
   kLanded = 3,      // a chunk of the peer in the landing buffer
   kTaken = 4,       // the peer has emptied its landing buffer
   kStaged = 5,      // tiles of the peer in this rank's scratch
+  kTileFlag = 6,    // a piece of the peer's data in its place here (tile_flags.cuh)
   // Not waits, but what a kernel refuses to go on with.
-  kGrid = 6,       // the peer runs another number of blocks (seen) than this rank (expected)
-  kSourceRow = 7,  // a slice for the peer ends at a row (seen) past the operand's (expected)
-  kTargetRow = 8,  // the same in the peer's output
+  kGrid = 7,       // the peer runs another number of blocks (seen) than this rank (expected)
+  kSourceRow = 8,  // a slice for the peer ends at a row (seen) past the operand's (expected)
+  kTargetRow = 9,  // the same in the peer's output
 };
 
 struct ErrorRecord {

@@ -21,6 +21,11 @@ struct Cursor {
   uint32_t stage = 0;
   uint32_t round = 0;  // its lowest bit is the parity to wait for
 
+  // After `count` stages: one register instead of two, for few stages.
+  static __device__ __forceinline__ Cursor after(uint32_t count) {
+    return {count % kStages, count / kStages};
+  }
+
   __device__ __forceinline__ void advance() {
     if (++stage == kStages) {
       stage = 0;
@@ -55,6 +60,9 @@ struct Pipeline {
     ptx::mbarrier_arrive_expect_tx(&full[at.stage], bytes);
     return &full[at.stage];
   }
+
+  // The same for a stage that is filled by stores to shared memory, all of them done.
+  __device__ __forceinline__ void fill(uint32_t stage) { ptx::mbarrier_arrive(&full[stage]); }
 
   __device__ __forceinline__ void wait_full(const Cursor<kStages>& at) {
     wait(&full[at.stage], at.round & 1);

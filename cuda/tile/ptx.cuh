@@ -83,6 +83,16 @@ __device__ __forceinline__ uint32_t atom_add_relaxed_gpu(uint32_t* address, uint
   return old;
 }
 
+// One more, or from `last` on zero.
+__device__ __forceinline__ uint32_t atom_inc_relaxed_gpu(uint32_t* address, uint32_t last) {
+  uint32_t old;
+  asm volatile("atom.inc.relaxed.gpu.global.u32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(address), "r"(last)
+               : "memory");
+  return old;
+}
+
 __device__ __forceinline__ uint32_t atom_add_acq_rel_gpu(uint32_t* address, uint32_t value) {
   uint32_t old;
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;"

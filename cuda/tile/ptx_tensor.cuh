@@ -123,6 +123,12 @@ __device__ __forceinline__ float4 ld_shared(const float4* shared) {
   return value;
 }
 
+__device__ __forceinline__ void st_shared(float4* shared, float4 value) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(shared)),
+               "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
+               : "memory");
+}
+
 // Into the shared memory of a block of the cluster, where this block has `shared`.
 __device__ __forceinline__ void st_shared_cluster(const float4* shared, uint32_t block,
                                                   float4 value) {

@@ -169,20 +169,10 @@ def emit(
         attributes: those of this op alone, of other names than those that all calls have.
         aliases: operands that give their memory to a result: numbers of both.
     """
-    devices = _compat.mesh_devices(ctx)
-    logical_ids = np.array(groups, np.int64).ravel()
-    if devices:
-        global_ids = np.array([device.id for device in devices], np.int64)[logical_ids]
-    else:
-        global_ids = logical_ids
     avals_out = list(ctx.avals_out)
     if choice.scratch_bytes:
         avals_out.append(ShapedArray((choice.scratch_bytes,), np.dtype(np.uint8)))
-    common = {
-        "groups": logical_ids,
-        "devices": global_ids,
-        "group_size": np.int64(len(groups[0])),
-        "channel": np.int64(next_channel(ctx, groups)),
+    common = call_site(ctx, groups) | {
         "mechanism": choice.mechanism,
         "protocol": choice.protocol,
         "num_blocks": np.int64(choice.num_blocks),
@@ -194,6 +184,27 @@ def emit(
     )
     results = rule(ctx.replace(avals_out=avals_out), *operands)
     return list(results)[: len(ctx.avals_out)]
+
+
+def call_site(ctx: Any, groups: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """The attributes that say which ranks a call site spans, with a channel of its own.
+
+    Args:
+        ctx: the lowering context.
+        groups: logical ids of the ranks of each group.
+    """
+    devices = _compat.mesh_devices(ctx)
+    logical_ids = np.array(groups, np.int64).ravel()
+    if devices:
+        global_ids = np.array([device.id for device in devices], np.int64)[logical_ids]
+    else:
+        global_ids = logical_ids
+    return {
+        "groups": logical_ids,
+        "devices": global_ids,
+        "group_size": np.int64(len(groups[0])),
+        "channel": np.int64(next_channel(ctx, groups)),
+    }
 
 
 # For each module being built: members of a group -> channels given to its call sites. Lowering

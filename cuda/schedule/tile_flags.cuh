@@ -1,0 +1,45 @@
+// Flags between ranks, one for each piece of the data that a call puts into a peer's memory: the
+// peer need not wait for all of it to use some of it.
+//
+//   rank 0   bulk stores of piece f ── announce(1, f) ──┐
+//   rank 1                                              └── wait(0, f) ── TMA loads of piece f
+//
+// A flag is a word in the owner's signal page that holds the last epoch in which it was raised. So
+// nobody clears it, a captured graph may replay the call, and calls that cut their data differently
+// share the words. Which piece has which flag is the op's business, the same on both sides.
+#pragma once
+
+#include "tile/comm_view.h"
+#include "tile/signal.cuh"
+
+namespace pk {
+
+struct TileFlags {
+  const Waiter& waiter;
+  uint32_t epoch;  // of the call under way
+
+  // One thread: `flag` < tile_flags(num_ranks) of this rank, at `peer`. The piece has arrived: its
+  // bulk stores are waited for in full, not `.read`, and a fence.proxy.async has followed.
+  __device__ __forceinline__ void announce(int peer, int flag) const {
+    // Release of the piece; pairs with the acquire in the peer's wait().
+    ptx::st_release_sys(word(peer, waiter.comm.rank, flag), epoch);
+  }
+
+  // One thread: until `peer` has raised its `flag` here. Then this thread may read the piece, with
+  // TMA or without, and so may one that acquires what this one releases.
+  __device__ __forceinline__ void wait(int peer, int flag) const {
+    wait_signal(waiter, Slot::kTileFlag, peer, word(waiter.comm.rank, peer, flag), epoch);
+    // Between the acquire, of the generic proxy, and what TMA reads through the other one.
+    ptx::fence_proxy_async();
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t* word(int owner, int source, int flag) const {
+    const CommView& comm = waiter.comm;
+    return &signal_page(comm, owner)
+                .channels[waiter.channel]
+                .tile_flag[source * tile_flags(comm.num_ranks) + flag];
+  }
+};
+
+}  // namespace pk

@@ -1,0 +1,193 @@
+"""How all_gather_matmul splits a GPU between pushing and multiplying, and what that should cost.
+
+Pure functions; `ffi/all_gather_matmul.cc` reads the result, `cuda/schedule/gather_walk.h` is the
+walk. What decides is the link beside a GEMM (`Hardware.loaded_store_bandwidth`), and whether the
+tiles come in whole waves on the SMs that are left: where they do, those that push cost nothing.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from pk_jax._tuning import matmul_model
+from pk_jax._tuning.hardware import Curve, Hardware
+
+# The kernel has these alone.
+TILES = matmul_model.TILES[:2]
+
+COMM_BLOCKS = (1, 2, 4, 6, 8, 12, 16, 20, 24, 32)
+
+BAND_ROWS = 2048  # of the result, cuda/kernels/all_gather_matmul.cu
+COPY_BANDWIDTH = 1.7e9  # bytes of own rows that one warp of an SM copies, beside all else
+ENTRY_S = 3.5e-6  # before the first byte: the blocks' roles and the invitations
+PIECE_S = 4e-6  # from a byte's store to the use of its piece: acknowledgement, release, polls
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a call is told, with the time that the model expects.
+
+    Attributes:
+        tile: name of the tile.
+        num_blocks: thread blocks, those that push among them.
+        num_comm_blocks: those that push.
+        seconds: the expected time.
+    """
+
+    tile: str
+    num_blocks: int
+    num_comm_blocks: int
+    seconds: float
+
+
+def candidates(
+    hardware: Hardware,
+    m: int,
+    p: int,
+    k: int,
+    num_ranks: int,
+    *,
+    own_rows: bool = False,
+    num_sms: int | None = None,
+) -> Iterator[Plan]:
+    """The plans for x [m, k] of each rank, gathered, times w [k, p], in 16 bits.
+
+    Args:
+        hardware: the GPU and its links.
+        m: rows of each rank.
+        p: columns of the weight.
+        k: columns of x.
+        num_ranks: ranks.
+        own_rows: the gathered matrix is wanted, for which a rank copies its own rows too.
+        num_sms: SMs to be used, if not all.
+    """
+    num_sms = num_sms or hardware.num_sms
+    for tile in TILES:
+        for num_comm in COMM_BLOCKS:
+            if num_comm < num_sms:
+                seconds = _seconds(hardware, tile, m, p, k, num_ranks, own_rows, num_sms, num_comm)
+                yield Plan(tile.name, num_sms, num_comm, seconds)
+
+
+def choose(
+    hardware: Hardware,
+    m: int,
+    p: int,
+    k: int,
+    num_ranks: int,
+    *,
+    own_rows: bool = False,
+    num_sms: int | None = None,
+    tile: tuple[int, int] | None = None,
+    num_comm_blocks: int | None = None,
+) -> Plan:
+    """The plan with the least expected time, of those with the tile and the blocks asked for.
+
+    Args:
+        hardware: as in candidates(), like what follows it.
+        m: rows of each rank.
+        p: columns of the weight.
+        k: columns of x.
+        num_ranks: ranks.
+        own_rows: as in candidates().
+        num_sms: as in candidates().
+        tile: (rows, columns) of the tile, if not any.
+        num_comm_blocks: blocks that push, if not any number.
+
+    Raises:
+        ValueError: there is no such tile, or no SM is left that multiplies.
+    """
+    num_sms = num_sms or hardware.num_sms
+    tiles = [each for each in TILES if tile in (None, (each.rows, each.cols))]
+    if not tiles:
+        names = " or ".join(f"({each.rows}, {each.cols})" for each in TILES)
+        raise ValueError(f"all_gather_matmul has tiles of {names}, not {tile}")
+    if num_comm_blocks is not None and not 1 <= num_comm_blocks < num_sms:
+        raise ValueError(
+            f"all_gather_matmul: num_comm_sms={num_comm_blocks} must be at least 1 and leave some "
+            f"of {num_sms} SMs to multiply"
+        )
+    numbers = COMM_BLOCKS if num_comm_blocks is None else (num_comm_blocks,)
+    plans = [
+        Plan(
+            each.name,
+            num_sms,
+            number,
+            _seconds(hardware, each, m, p, k, num_ranks, own_rows, num_sms, number),
+        )
+        for each in tiles
+        for number in numbers
+        if number < num_sms
+    ]
+    # Of those that take as long, the one that has pushed soonest.
+    least = min(plan.seconds for plan in plans)
+    return max(
+        (plan for plan in plans if plan.seconds <= 1.002 * least),
+        key=lambda plan: (plan.num_comm_blocks, -plan.seconds),
+    )
+
+
+def push_bandwidth(hardware: Hardware, num_blocks: int) -> float:
+    """Bytes per second that so many SMs push to peers while the others multiply."""
+    return _interpolate(hardware.loaded_store_bandwidth["tma"], num_blocks)
+
+
+def _seconds(
+    hardware: Hardware,
+    tile: matmul_model.Tile,
+    m: int,
+    p: int,
+    k: int,
+    num_ranks: int,
+    own_rows: bool,
+    num_sms: int,
+    num_comm: int,
+) -> float:
+    part = 2 * m * k
+    steps = _ceil(k, matmul_model.BLOCK_K)
+    flops = 2 * tile.rows * tile.cols * matmul_model.BLOCK_K
+    tile_s = steps * flops / tile.flops + matmul_model.TILE_S
+    num_n, workers = _ceil(p, tile.cols), num_sms - num_comm
+    sent_s = (num_ranks - 1) * part / push_bandwidth(hardware, num_comm)
+
+    # Rows of tiles in the order in which they are made, and when their last row is there. Of the
+    # ranks the middle one stands for all.
+    own = _ceil(m, tile.rows)
+    rest = (num_ranks - 1) * m
+    ends = np.minimum(np.arange(1, _ceil(rest, tile.rows) + 1) * tile.rows, rest)
+    arrival = np.concatenate([np.zeros(own), ENTRY_S + PIECE_S + ends / max(rest, 1) * sent_s])
+    rows = _row_of_tiles(len(arrival), num_n, _band(tile, own, num_n, workers))
+
+    # Each block makes every workers-th tile, as soon as it can.
+    free = np.zeros(workers)
+    for first in range(0, len(rows), workers):
+        wanted = arrival[rows[first : first + workers]]
+        free[: len(wanted)] = np.maximum(free[: len(wanted)], wanted) + tile_s
+    num_bytes = 2 * (num_ranks * m * (k + p) + k * p)
+    copied_s = own_rows * part / (COPY_BANDWIDTH * workers)
+    return matmul_model.LAUNCH_S + max(
+        float(free.max()), copied_s, num_bytes / matmul_model.HBM_BANDWIDTH
+    )
+
+
+def _band(tile: matmul_model.Tile, own: int, num_n: int, workers: int) -> int:
+    """Rows of tiles in a band: as many in each, if they can, of those of the own rows."""
+    most = max(BAND_ROWS // tile.rows, workers // num_n)
+    return _ceil(own, _ceil(own, most))
+
+
+def _row_of_tiles(num_m: int, num_n: int, band: int) -> np.ndarray:
+    """The row of each tile, in the order of cuda/schedule/matmul_walk.h."""
+    bands = [np.arange(first, min(first + band, num_m)) for first in range(0, num_m, band)]
+    return np.concatenate([np.tile(rows, num_n) for rows in bands])
+
+
+def _interpolate(curve: Curve, x: float) -> float:
+    """The curve at x, a straight line from nothing to its first point and flat after its last."""
+    xs, ys = zip((0, 0.0), *curve, strict=True)
+    return float(np.interp(x, xs, ys))
+
+
+def _ceil(x: int, by: int) -> int:
+    return -(-x // by)

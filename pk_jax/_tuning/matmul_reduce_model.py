@@ -1,0 +1,95 @@
+"""How matmul_reduce_scatter and matmul_all_reduce are dealt to thread blocks, and what they cost.
+
+Pure functions; `ffi/matmul_reduce.cc` reads the result, `cuda/schedule/scatter_walk.h` is the walk.
+Every SM multiplies and sends, so what decides is only whether tensor cores or the link take longer.
+"""
+
+import dataclasses
+
+from pk_jax._tuning import matmul_model
+from pk_jax._tuning.hardware import Hardware
+
+# The kernel has this one alone.
+TILE = matmul_model.TILES[0]
+
+# What a stage of the kernel's pipeline holds of each peer's tile at least: cuda/schedule/
+# partial_layout.h.
+MOST_RANKS = 9
+
+ENTRY_S = 1.5e-6  # the block's number, before its first tile
+LAST_S = 5e-6  # the last tile's way: stores to the peer, flag, sum, stores to the result
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a call is told, with the time that the model expects.
+
+    Attributes:
+        num_blocks: thread blocks, the same on every rank.
+        lead: rounds of tiles that a block is ahead with those for its peers.
+        scratch_bytes: for the partial tiles of the peers.
+        seconds: the expected time.
+    """
+
+    num_blocks: int
+    lead: int
+    scratch_bytes: int
+    seconds: float
+
+
+def choose(
+    hardware: Hardware,
+    m: int,
+    p: int,
+    k: int,
+    num_ranks: int,
+    *,
+    all_reduce: bool = False,
+    num_sms: int | None = None,
+    lead: int = 1,
+) -> Plan:
+    """The plan for x [m, k] times w [k, p], in 16 bits, summed over ranks.
+
+    Args:
+        hardware: the GPU and its links.
+        m: rows of x, of all ranks.
+        p: columns of w.
+        k: this rank's share of the sum.
+        num_ranks: ranks.
+        all_reduce: every rank gets the whole sum, and not its share of the rows alone.
+        num_sms: SMs to be used, if not all.
+        lead: see Plan.
+    """
+    tiles = num_tiles(m, p, num_ranks, all_reduce)
+    num_blocks = min(num_sms or hardware.num_sms, num_ranks * tiles)
+    steps = _ceil(k, matmul_model.BLOCK_K)
+    flops = 2 * TILE.rows * TILE.cols * matmul_model.BLOCK_K
+    tile_s = steps * flops / TILE.flops + matmul_model.TILE_S
+    waves = _ceil(num_ranks * tiles, num_blocks)
+    link_bytes = (num_ranks - 1) * 2 * rows_of_rank(m, num_ranks, all_reduce) * p
+    link_s = (1 + all_reduce) * link_bytes / hardware.loaded_store_bandwidth["tma"][-1][1]
+    hbm_bytes = 2 * (m * k + k * p) + 2 * (1 + all_reduce) * m * p
+    seconds = max(
+        waves * tile_s,
+        tile_s + link_s,  # there is nothing to be sent before the first tile
+        hbm_bytes / matmul_model.HBM_BANDWIDTH,
+    )
+    seconds += matmul_model.LAUNCH_S + ENTRY_S + LAST_S + all_reduce * 2 * hardware.flag_latency
+    scratch = (num_ranks - 1) * tiles * 2 * TILE.rows * TILE.cols
+    return Plan(num_blocks, lead, scratch, seconds)
+
+
+def rows_of_rank(m: int, num_ranks: int, all_reduce: bool) -> int:
+    """Rows that a rank adds up: whole tiles where all ranks get them."""
+    if not all_reduce:
+        return m // num_ranks
+    return _ceil(m, num_ranks * TILE.rows) * TILE.rows
+
+
+def num_tiles(m: int, p: int, num_ranks: int, all_reduce: bool) -> int:
+    """Tiles of the rows that a rank adds up."""
+    return _ceil(rows_of_rank(m, num_ranks, all_reduce), TILE.rows) * _ceil(p, TILE.cols)
+
+
+def _ceil(x: int, by: int) -> int:
+    return -(-x // by)

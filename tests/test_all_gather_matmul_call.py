@@ -1,0 +1,154 @@
+"""all_gather_matmul's plans, and the custom calls that its operands become."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from pk_jax._primitives.all_gather_matmul_call import call, why_not
+from pk_jax._tuning import all_gather_matmul_model as model
+from pk_jax._tuning.hardware import H200
+
+# (rows of all ranks, columns, k) of two ranks, and the SMs that a plan may take from the product
+# and cost nothing: the tiles come in as many waves on those that are left.
+WAVES = (((8192, 7168, 8192), 4), ((8192, 3584, 4096), 4), ((8192, 4096, 8192), 4))
+
+
+def _choose(rows, p, k, n=2, **kwargs):
+    return model.choose(H200, rows // n, p, k, n, **kwargs)
+
+
+@pytest.mark.parametrize("sizes, free", WAVES, ids=str)
+def test_takes_no_wave_from_the_product(sizes, free):
+    plan = _choose(*sizes)
+    assert (plan.tile, plan.num_comm_blocks) == ("128x256", free)
+    alone = _choose(*sizes, num_comm_blocks=1).seconds
+    assert plan.seconds <= alone
+
+
+def test_takes_more_where_the_link_is_the_bound():
+    """8192 x 1280 x 8192 is 235 us of tensor cores, and 168 us of a link that is all its own."""
+    plan = _choose(8192, 1280, 8192)
+    assert plan.num_comm_blocks >= 12
+    assert plan.seconds > 4096 * 8192 * 2 / 370e9
+
+
+def test_seconds_are_no_less_than_what_they_are_made_of():
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        m, p, k = (int(2 ** rng.uniform(3, 13)) for _ in range(3))
+        n = int(rng.integers(2, 9))
+        for plan in model.candidates(H200, m, p, k, n):
+            sent = 2 * (n - 1) * m * k / model.push_bandwidth(H200, plan.num_comm_blocks)
+            flops = 2 * n * m * p * k / (5.3e12 * H200.num_sms)
+            assert plan.seconds > max(sent, flops)
+            assert 1 <= plan.num_comm_blocks < plan.num_blocks <= H200.num_sms
+
+
+def test_more_ranks_more_rows_more_time():
+    times = [_choose(1024 * n, 4096, 4096, n).seconds for n in (2, 4, 8)]
+    assert times == sorted(times)
+    times = [_choose(rows, 4096, 4096).seconds for rows in (256, 2048, 16384)]
+    assert times == sorted(times)
+
+
+def test_own_rows_cost_no_less():
+    for rows in (512, 8192):
+        with_rows = _choose(rows, 512, 8192, own_rows=True).seconds
+        assert with_rows >= _choose(rows, 512, 8192).seconds
+
+
+def test_push_bandwidth_is_that_of_the_loaded_link():
+    assert model.push_bandwidth(H200, 16) == 334e9
+    assert model.push_bandwidth(H200, 4) == pytest.approx(279e9 / 2)
+    assert model.push_bandwidth(H200, 100) == 334e9
+
+
+def test_what_is_asked_for_is_honoured_or_refused():
+    plan = _choose(4096, 4096, 4096, tile=(128, 128), num_comm_blocks=7, num_sms=100)
+    assert (plan.tile, plan.num_comm_blocks, plan.num_blocks) == ("128x128", 7, 100)
+    with pytest.raises(ValueError, match=r"\(128, 256\) or \(128, 128\), not \(64, 64\)"):
+        _choose(4096, 4096, 4096, tile=(64, 64))
+    with pytest.raises(ValueError, match="num_comm_sms=132"):
+        _choose(4096, 4096, 4096, num_comm_blocks=132)
+    small = dataclasses.replace(H200, num_sms=2)
+    assert model.choose(small, 64, 64, 64, 2).num_comm_blocks == 1
+
+
+# The custom call
+
+
+def _lowered(mesh_of, x, weights, **kwargs):
+    """The program for CUDA of four ranks, in two groups."""
+    mesh = mesh_of(a=2, b=2)
+    site = {
+        "groups": np.array([0, 1, 2, 3], np.int64),
+        "devices": np.array([0, 1, 2, 3], np.int64),
+        "group_size": np.int64(2),
+        "channel": np.int64(5),
+    }
+    kwargs = {"transpose_w": False, "dtype": jnp.bfloat16} | kwargs
+    plan = model.Plan("128x128", 100, 6, 1e-3)
+    f = functools.partial(call, site=site, plan=plan, num_sms=132, **kwargs)
+    mapped = jax.shard_map(
+        lambda x, *ws: f(x, ws), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
+    )
+    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in (x, *weights)]
+    traced = jax.jit(mapped).trace(*shapes)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    return text, jax.eval_shape(mapped, *shapes)
+
+
+def _attribute(text, name):
+    found = re.search(rf"\b{name} = (\"[^\"]*\"|[\w.-]+)", text)
+    assert found, name
+    return found[1]
+
+
+def test_attributes(mesh_of):
+    text, (gathered, (y,)) = _lowered(mesh_of, (24, 72), [(72, 80)])
+    (line,) = [line for line in text.splitlines() if "@pk_jax_all_gather_matmul(" in line]
+    wanted = {
+        **{"m": "24", "k": "72", "p": "80", "channel": "5", "group_size": "2"},
+        **{"num_blocks": "100", "num_comm_blocks": "6", "tile": '"128x128"', "own_rows": "true"},
+        **{"transpose_w": "false", "mechanism": '"tma"', "protocol": '"simple"'},
+    }
+    assert {name: _attribute(line, name) for name in wanted} == wanted
+    assert "groups = dense<[0, 1, 2, 3]>" in line and "devices = dense<[0, 1, 2, 3]>" in line
+    assert (gathered.shape, y.shape, y.dtype) == ((48, 72), (48, 80), jnp.bfloat16)
+
+
+def test_rows_are_padded(mesh_of):
+    """To whole 16 bytes, before and after the call."""
+    text, (gathered, (y,)) = _lowered(
+        mesh_of, (5, 13), [(7, 13)], transpose_w=True, dtype=jnp.float32, own_rows=False
+    )
+    (line,) = [line for line in text.splitlines() if "@pk_jax_all_gather_matmul(" in line]
+    assert "(tensor<5x16xbf16>, tensor<7x16xbf16>)" in line
+    assert "(tensor<10x16xbf16>, tensor<10x8xf32>)" in line
+    assert (_attribute(line, "k"), _attribute(line, "p")) == ("13", "7")
+    assert (_attribute(line, "transpose_w"), _attribute(line, "own_rows")) == ("true", "false")
+    assert (gathered.shape, y.shape, y.dtype) == ((10, 13), (10, 7), jnp.float32)
+
+
+def test_the_widest_of_several_weights_is_fused(mesh_of):
+    """The others follow on the gathered matrix, which must then be whole."""
+    weights = [(64, 32), (64, 96), (64, 8)]
+    text, (_, products) = _lowered(mesh_of, (16, 64), weights, own_rows=False)
+    (fused,) = [line for line in text.splitlines() if "@pk_jax_all_gather_matmul(" in line]
+    assert (_attribute(fused, "p"), _attribute(fused, "own_rows")) == ("96", "true")
+    others = [line for line in text.splitlines() if "@pk_jax_matmul(" in line]
+    assert [_attribute(line, "n") for line in others] == ["32", "8"]
+    assert all(_attribute(line, "m") == "32" for line in others)
+    assert [y.shape for y in products] == [(32, 32), (32, 96), (32, 8)]
+
+
+def test_sizes_that_the_kernel_does_not_count():
+    assert why_not(1024, 1024, [1024], 8) is None
+    assert "2147483648" in why_not(1 << 28, 64, [64], 8)
+    assert "the kernel counts to" in why_not(16, 64, [64, 2**31 - 1], 2)

@@ -1,0 +1,151 @@
+"""The protocol of all_gather_matmul in a small model, through every order of steps.
+
+Two ranks, two calls each, a few blocks a rank of which only some are resident at a time. A step is
+what one thread block does at once: takes its number, invites, sees an invitation, writes a piece,
+raises its flag, sees a flag. All orders of all steps are gone through, with three things checked:
+nobody writes into memory of a rank that is not in that call (entry and exit), nobody uses a piece
+that is not there, and there is always a next step until all is done (progress). What the model
+leaves out: how long a write takes to be seen, which release and acquire answer for.
+
+The kernel is `cuda/kernels/all_gather_matmul.cuh`. Each rule of it that a test here takes away is
+needed: the model then finds the order that goes wrong.
+"""
+
+import dataclasses
+
+import pytest
+
+CALLS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """The protocol, and what a test takes away from it."""
+
+    blocks: int = 2
+    communicators: int = 1
+    resident: int = 2
+    pieces: int = 1  # of a part
+    by_arrival: bool = True  # or by index, with the last block first
+    waits_for_invitation: bool = True
+    waits_for_flags: bool = True
+    epochs: bool = True  # or flags that are raised once for all calls
+
+
+# A rank: (call, blocks begun, state of each block). A block: () before it begins, "over", or
+# (number, step). Memory: invitations and flags, the last epoch of each; whose call's piece lies
+# where; by owner.
+
+
+def _start(rules):
+    rank = (1, 0, ((),) * rules.blocks)
+    return (rank, rank), (0, 0), ((0,) * rules.pieces,) * 2, ((0,) * rules.pieces,) * 2
+
+
+def _steps(rules, number):
+    """The steps of a block by its number, in order."""
+    if number >= rules.communicators:
+        wait = ["flag", *range(rules.pieces)] if rules.waits_for_flags else []
+        return [*((("see", i)) for i in wait[1:]), *(("use", i) for i in range(rules.pieces))]
+    mine = range(number, rules.pieces, rules.communicators)
+    entry = [("invite", 0), ("admit", 0)] if rules.waits_for_invitation else [("invite", 0)]
+    return entry + [(what, i) for i in mine for what in ("write", "raise")]
+
+
+def _set(values, index, value):
+    return (*values[:index], value, *values[index + 1 :])
+
+
+def _next(rules, state):
+    """Yields every state that one step leads to; an AssertionError is a fault of the protocol."""
+    ranks, invited, flags, data = state
+    for r, (call, begun, blocks) in enumerate(ranks):
+        if call > CALLS:
+            continue
+        running = sum(bool(b) and b != "over" for b in blocks)
+        for i, block in enumerate(blocks):
+            peer = 1 - r
+            invited2, flags2, data2 = invited, flags, data
+            if block == "over":
+                continue
+            if not block:
+                in_order = all(blocks[j] for j in range(i + 1, rules.blocks))
+                if running == rules.resident or not (rules.by_arrival or in_order):
+                    continue
+                number = begun if rules.by_arrival else i
+                changed = ((number, 0), begun + 1)
+            else:
+                number, at = block
+                what, piece = _steps(rules, number)[at]
+                if what == "invite":
+                    invited2 = _set(invited, peer, call)  # overwrites what is there
+                elif what == "admit" and invited[r] != call:  # must be equal, as words prove it
+                    continue
+                elif what == "write":
+                    there = ranks[peer][0]
+                    assert there == call, f"call {call} of rank {r} writes into {there} of its peer"
+                    # A piece lands while its rank is under way, and not before it began.
+                    assert any(ranks[peer][2]), f"rank {peer} has not begun its call"
+                    data2 = _set(data, peer, _set(data[peer], piece, call))
+                elif what == "raise":
+                    flags2 = _set(flags, peer, _set(flags[peer], piece, call))
+                elif what == "see" and flags[r][piece] < (call if rules.epochs else 1):
+                    continue
+                elif what == "use":
+                    assert data[r][piece] == call, f"rank {r} uses a piece that is not there"
+                last = at + 1 == len(_steps(rules, number))
+                changed = ("over" if last else (number, at + 1), begun)
+            blocks2 = _set(blocks, i, changed[0])
+            if all(b == "over" for b in blocks2):
+                rank2 = (call + 1, 0, ((),) * rules.blocks)
+            else:
+                rank2 = (call, changed[1], blocks2)
+            yield _set(ranks, r, rank2), invited2, flags2, data2
+
+
+def explore(rules):
+    """Goes through all states; returns their number."""
+    seen, left = set(), [_start(rules)]
+    while left:
+        state = left.pop()
+        if state in seen:
+            continue
+        seen.add(state)
+        following = list(_next(rules, state))
+        assert following or all(rank[0] > CALLS for rank in state[0]), f"stuck: {state}"
+        left += following
+    return len(seen)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    (
+        Rules(),
+        Rules(resident=1),
+        Rules(pieces=2),
+        Rules(blocks=3, resident=2),
+        Rules(blocks=3, communicators=2, pieces=2, resident=1),
+    ),
+    ids=str,
+)
+def test_no_order_goes_wrong(rules):
+    assert explore(rules) > 100
+
+
+@pytest.mark.parametrize(
+    "rules, fault",
+    (
+        # A communicator without a piece may look for an invitation that the next has overwritten.
+        (Rules(blocks=3, communicators=2, pieces=1, resident=3), "stuck"),
+        # Those that compute would hold all SMs, and wait.
+        (Rules(resident=1, by_arrival=False), "stuck"),
+        (Rules(waits_for_invitation=False), "writes into|has not begun"),
+        (Rules(waits_for_flags=False), "not there"),
+        # A flag of the first call would do for the second.
+        (Rules(epochs=False), "not there|writes into"),
+    ),
+    ids=str,
+)
+def test_each_rule_is_needed(rules, fault):
+    with pytest.raises(AssertionError, match=fault):
+        explore(rules)
