@@ -281,6 +281,9 @@ def _to_pairs(
 def _batch_gather(axis_data: Any, operands: Any, dims: Any, **params: Any) -> Any:
     (x, *ws), (d, *ds) = operands, dims
     size, maps_w = axis_data.size, any(each is not None for each in ds)
+    if not product_maps.maps_any(axis_data, dims, params["axis_name"]):
+        outs = all_gather_matmul_p.bind(*operands, **params)
+        return outs, [None] * len(outs)
     if product_maps.takes_parts(axis_data, params["axis_name"], d is not None, maps_w):
         outs = product_maps.map_parts(unfused.all_gather_matmul, axis_data, operands, dims, params)
         return outs, [0] * len(outs)
@@ -311,6 +314,8 @@ def _batch_sum(
 ) -> Any:
     size, transpose_w = axis_data.size, params["transpose_w"]
     maps_x, maps_w = (any(d is not None for d in dims[i::2]) for i in (0, 1))
+    if not product_maps.maps_any(axis_data, dims, params["axis_name"]):
+        return primitive.bind(*operands, **params), None
     if product_maps.takes_parts(axis_data, params["axis_name"], maps_x, maps_w):
         return product_maps.map_parts(parts, axis_data, operands, dims, params), 0
     larger = []

@@ -8,6 +8,11 @@ import jax
 import jax.numpy as jnp
 
 
+def maps_any(axis_data: Any, dims: Any, axis_name: tuple[Any, ...]) -> bool:
+    """Whether a map does anything to an op: JAX also asks where no operand is mapped."""
+    return axis_data.name in axis_name or any(d is not None for d in dims)
+
+
 def takes_parts(axis_data: Any, axis_name: tuple[Any, ...], maps_x: bool, maps_w: bool) -> bool:
     """Whether a map is no larger call of the op: over nothing, its own axis, or both factors."""
     return axis_data.size == 0 or axis_data.name in axis_name or (maps_x and maps_w)

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from pk_jax import _compat
+from pk_jax._compat import parallel
 from pk_jax._reference import collectives, matmul
 
 AxisNames = tuple[Any, ...]
@@ -23,7 +24,11 @@ def all_gather_matmul(
     x: Any, *ws: Any, axis_name: AxisNames, transpose_w: bool, dtype: Any, precision: Any
 ) -> list[Any]:
     """The ranks' rows of x, [outer, ranks * rows, k], and their products with each w."""
-    gathered = collectives.all_gather(x, axis_name, axis=1, tiled=True)
+    outer, rows, k = x.shape
+    if x.size:
+        gathered = collectives.all_gather(x, axis_name, axis=1, tiled=True)
+    else:  # of nothing XLA has no gather
+        gathered = x.reshape(outer, parallel.psum(1, axis_name) * rows, k)
     multiply = functools.partial(_multiply, transpose_w, dtype, precision)
     return [gathered, *(in_rows(multiply, gathered, w) for w in ws)]
 
@@ -86,6 +91,8 @@ def scattered_sum(part: Any, num_ranks: int, dtype: Any, exchange: Callable[[Any
         exchange: sends index r of dimension 1 to rank r, and has what comes in the same places.
     """
     outer, rows, p = part.shape
+    if part.size == 0:  # XLA's compiler for CPUs ends the process over an exchange of nothing
+        return lax.convert_element_type(part.reshape(outer, rows // num_ranks, p), dtype)
     parts = exchange(part.reshape(outer, num_ranks, rows // num_ranks, p))
     in_order = (lax.index_in_dim(parts, r, 1, keepdims=False) for r in range(num_ranks))
     exact = (lax.convert_element_type(each, accumulator(dtype)) for each in in_order)
@@ -103,6 +110,8 @@ def whole_sum(
 
     `gather` concatenates the ranks' shares along dimension 0; the rest is as in scattered_sum.
     """
+    if part.size == 0:
+        return lax.convert_element_type(part, dtype)
     outer, rows, p = part.shape
     flat = jnp.pad(
         part.reshape(1, outer * rows, p), ((0, 0), (0, -outer * rows % num_ranks), (0, 0))
