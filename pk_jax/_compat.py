@@ -88,8 +88,13 @@ def without_size_one_axes(axis_name: tuple[Hashable, ...]) -> tuple[Hashable, ..
 
 def vary_alike(axis_name: tuple[Hashable, ...], *xs: Any) -> list[Any]:
     """The operands of one op, all cast to vary over its axes and over those of any of them."""
-    names = set(axis_name).union(*(_core.typeof(x).mat.varying for x in xs))
+    names = set(axis_name) | varying_axes(*xs)
     return [vary_over(tuple(sorted(names, key=str)), x) for x in xs]
+
+
+def varying_axes(*xs: Any) -> set[Hashable]:
+    """The axes over which any of the operands is typed as varying."""
+    return set().union(*(_core.typeof(x).mat.varying for x in xs))
 
 
 def state_over(x: Any, axis_name: tuple[Hashable, ...], op: str) -> str:

@@ -41,9 +41,10 @@ HIERARCHICAL_OPS = ("all_gather", "psum", "pmax", "pmin", "pmean", "psum_scatter
 _SUMS = ("psum", "pmean", "psum_scatter")
 _REDUCTIONS = (*_SUMS, "pmax", "pmin")
 _PRODUCTS = ("matmul", "ragged_dot")
+_COLLECTIVE_PRODUCTS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 # What no library may call its op: ops and custom calls of pk_jax.
-TAKEN = frozenset((*OPS, *_PRODUCTS, "noop"))
+TAKEN = frozenset((*OPS, *_PRODUCTS, *_COLLECTIVE_PRODUCTS, "noop"))
 
 # The ops that are another's custom call.
 _CALLS: dict[str, str] = dict.fromkeys(("pmax", "pmin", "pmean"), "psum")

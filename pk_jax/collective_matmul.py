@@ -1,4 +1,12 @@
-"""Matrix products, to be fused with collectives; as yet the local one."""
+"""Matrix products: local ones, and those with a collective before or after them.
+
+The pair of tensor parallelism: :func:`all_gather_matmul` enters a layer whose weights are cut by
+columns, :func:`matmul_reduce_scatter` leaves one whose weights are cut by rows, and between layers
+each rank has its rows of the activations (Korthikanti et al., arXiv:2205.05198). Where activations
+are whole on every rank, :func:`matmul_all_reduce` is the way out. That the transfer can hide behind
+the product is from Wang et al., "Overlap Communication with Dependent Computation via
+Decomposition", ASPLOS 2023.
+"""
 
 import math
 from typing import Any
@@ -8,9 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pk_jax import collectives
 from pk_jax import config as _config
+from pk_jax._primitives import checks, product_checks
+from pk_jax._primitives import collective_matmul as _collective
 from pk_jax._primitives import matmul as _matmul
-from pk_jax._primitives import product_checks
 from pk_jax._primitives.matmul_epilogue import matmul_epilogue
 from pk_jax._primitives.rules import fall_back
 from pk_jax._reference import matmul as reference
@@ -125,8 +135,7 @@ def matmul(
     rows = x if len(leading) == 1 else lax.reshape(x, (math.prod(leading), x.shape[-1]))
     params = {
         "dtype": dtype,
-        # As lax.dot_general takes it when it is called; None would ask again when it is lowered.
-        "precision": jax.config.jax_default_matmul_precision or lax.Precision.DEFAULT,
+        "precision": _precision(),
         "implementation": implementation,
         "config": resolved,
     }
@@ -137,3 +146,277 @@ def matmul(
             epilogue["scale_x"] = lax.reshape(scales["scale_x"], (scales["scale_x"].size,))
         product = matmul_epilogue(rows, w, **epilogue, **params)
     return product if len(leading) == 1 else lax.reshape(product, (*leading, w.shape[1]))
+
+
+def all_gather_matmul(
+    x: Any,
+    w: Any,
+    axis_name: Any,
+    *,
+    axis: int = -2,
+    preferred_element_type: Any = None,
+    return_gathered: bool = False,
+    save_gathered: bool = True,
+    implementation: str | None = None,
+    config: Config | None = None,
+) -> Any:
+    """The ranks' rows of x, times w: ``all_gather(x, axis_name, axis=axis, tiled=True) @ w``.
+
+    Several weights share one gather. Products are accumulated in fp32 and rounded once. At present
+    the gather and the products run one after the other.
+
+    The gradient of x is one :func:`matmul_reduce_scatter` with w transposed, whatever the number of
+    weights. That of w reads the gathered x, which the forward pass has made: n * m * k elements are
+    kept for it. With ``save_gathered=False`` x alone is kept, m * k elements, and gathered again.
+
+    Args:
+        x: [..., m, k], this rank's part along `axis`; its leading dimensions are rows too.
+        w: [k, p], or a sequence of [k, p_i]. Each rank has its own columns, or all have the same.
+        axis_name: the mesh axis or axes to gather over, n ranks in all.
+        axis: the dimension of x that is gathered, any but the last.
+        preferred_element_type: dtype of the products; None is that of ``jnp.result_type(x, w)``.
+        return_gathered: also return the gathered x.
+        save_gathered: keep the gathered x for the gradient of w.
+        implementation: "cuda" runs the kernels of ``pk.all_gather`` and ``pk.matmul``; where they
+            cannot run the reason is a NotImplementedError. "reference" is ``jax.lax``. None gathers
+            by the kernels where they can run, and multiplies as ``pk.matmul`` does.
+        config: the knobs ``tile`` (of ``pk.matmul``), ``num_comm_sms`` and ``schedule``
+            ("sequential").
+
+    Returns:
+        [..., n * m, p]; for a sequence the tuple of them. With return_gathered a tuple in any case,
+        with the gathered x, [..., n * m, k], last.
+
+    Raises:
+        TypeError: an operand is not an array of numbers, or they have no product of the dtype.
+        ValueError: shapes that do not fit, a sequence of no weights, a dimension that is not one
+            of rows, or a knob that the op does not have.
+
+    The projections of attention, from rows that are cut over "tp"; each GPU has its heads::
+
+        >>> @jax.shard_map(mesh=mesh, in_specs=(P("tp"), (P(None, "tp"),) * 3), out_specs=...)
+        ... def f(x, w):                                 # x: [m, k], w: three of [k, p]
+        ...     q, k, v = pk.all_gather_matmul(x, w, "tp")  # each [n * m, p]
+    """
+    op = "all_gather_matmul"
+    axes, resolved = _resolve(op, axis_name, implementation, config)
+    several = isinstance(w, (list, tuple))
+    ws = list(w) if several else [w]
+    if not ws:
+        raise ValueError(f"{op}: w is an empty sequence; give one weight, or call all_gather")
+    product_checks.check_operand(op, "x", x)
+    at = product_checks.check_row_dimension(op, "axis", axis, x.shape)
+    for i, each in enumerate(ws):
+        name = f"w[{i}]" if several else "w"
+        product_checks.check_operand(op, name, each)
+        product_checks.check_factors(op, x, each, name, axes, "rows")
+    return_gathered = checks.check_flag(op, "return_gathered", return_gathered)
+    save_gathered = checks.check_flag(op, "save_gathered", save_gathered)
+    together = len({operand.dtype for operand in (x, *ws)}) == 1
+    if axes and together and _matmul.why_partitioned(x, *ws) is None:
+        gathered, *ys = _collective.all_gather_matmul(
+            _in_rows(x, at),
+            ws,
+            axes,
+            dtype=product_checks.result_dtype(op, x.dtype, preferred_element_type),
+            precision=_precision(),
+            save_gathered=save_gathered,
+            implementation=implementation,
+            config=resolved,
+        )
+        shape = (*x.shape[:at], checks.bound_size(axes) * x.shape[at], *x.shape[at + 1 : -1])
+        gathered, *ys = (lax.reshape(y, (*shape, y.shape[-1])) for y in (gathered, *ys))
+    else:
+        # One after the other: x is gathered in its own dtype, and dimensions stay as they are.
+        gathered, part = x, {"implementation": implementation}
+        if axes:
+            options = part | {"config": _config.part_of(resolved, "all_gather")}
+            gathered = collectives.all_gather(x, axes, axis=at, tiled=True, **options)
+        part["config"] = _config.part_of(resolved, "matmul")
+        part["preferred_element_type"] = preferred_element_type
+        ys = [matmul(gathered, each, **part) for each in ws]
+    if return_gathered:
+        return *ys, gathered
+    return tuple(ys) if several else ys[0]
+
+
+def matmul_reduce_scatter(
+    x: Any,
+    w: Any,
+    axis_name: Any,
+    *,
+    scatter_dimension: int = -2,
+    preferred_element_type: Any = None,
+    implementation: str | None = None,
+    config: Config | None = None,
+) -> jax.Array:
+    """This rank's rows of the sum of x @ w over ranks, which have parts of x and w along k.
+
+    Equals ``psum_scatter(x @ w, axis_name, scatter_dimension=scatter_dimension, tiled=True)``. A
+    product is accumulated in fp32 and rounded once, to the result's dtype or to
+    ``config.reduce_dtype``, before it crosses the link; what the ranks have is added in rank order
+    in fp32 and rounded once. Where ``jax.lax`` sums on GPUs, because pk's kernels cannot run, it
+    adds in an order of its own. At present the product and the sum run one after the other.
+
+    Its gradients share one :func:`all_gather_matmul`, of the cotangent with w transposed: the
+    gradient of x is its product, that of w reads what it has gathered. x and w are kept for it.
+
+    Args:
+        x: [..., m, k], this rank's columns of a larger matrix; its leading dimensions are rows too.
+        w: [k, p], the rows of the weights that go with them.
+        axis_name: the mesh axis or axes to sum over, n ranks in all.
+        scatter_dimension: the dimension of x of whose rows each rank keeps a part, any but the
+            last; divisible by n.
+        preferred_element_type: dtype of the result; None is that of ``jnp.result_type(x, w)``.
+        implementation: "cuda" runs the kernels of ``pk.matmul`` and ``pk.psum_scatter``; where they
+            cannot run the reason is a NotImplementedError. "reference" is ``jax.lax``. None
+            multiplies as ``pk.matmul`` does, and sums by the kernels where they can run.
+        config: the knobs ``tile`` (of ``pk.matmul``), ``num_comm_sms``, ``schedule``
+            ("sequential") and ``reduce_dtype`` (of floating-point results alone).
+
+    Returns:
+        [..., m / n, p].
+
+    Raises:
+        TypeError: an operand is not an array of numbers, or they have no product or no sum of the
+            dtype.
+        ValueError: shapes that do not fit, rows that cannot be cut, operands that are typed as
+            equal on all ranks, or a knob that the op does not have.
+
+    The second half of a layer, whose first half is :func:`all_gather_matmul`::
+
+        >>> @jax.shard_map(mesh=mesh, in_specs=(P(None, "tp"), P("tp")), out_specs=P("tp"))
+        ... def f(h, w_down):                                  # h: [m, k], w_down: [k, p]
+        ...     return pk.matmul_reduce_scatter(h, w_down, "tp")  # [m / n, p]
+    """
+    op = "matmul_reduce_scatter"
+    axes, resolved = _resolve(op, axis_name, implementation, config)
+    product_checks.check_operand(op, "x", x)
+    at = product_checks.check_row_dimension(op, "scatter_dimension", scatter_dimension, x.shape)
+    x, w, dtype = _summands(op, x, w, axes, preferred_element_type, config)
+    product_checks.check_scattered(op, x.shape, at, axes)
+    options = {"dtype": dtype, "implementation": implementation, "config": resolved}
+    if not axes or _matmul.why_partitioned(x, w) is not None:
+        scatter = {"scatter_dimension": at, "tiled": True}
+        return _one_after_the_other("psum_scatter", x, w, axes, scatter, **options)
+    y = _collective.matmul_reduce_scatter(
+        [_in_rows(x, at), w], axes, precision=_precision(), **options
+    )
+    rows = (*x.shape[:at], x.shape[at] // checks.bound_size(axes), *x.shape[at + 1 : -1])
+    return lax.reshape(y, (*rows, w.shape[1]))
+
+
+def matmul_all_reduce(
+    x: Any,
+    w: Any,
+    axis_name: Any,
+    *,
+    preferred_element_type: Any = None,
+    implementation: str | None = None,
+    config: Config | None = None,
+) -> jax.Array:
+    """The sum of x @ w over ranks, on all of them: ``psum(x @ w, axis_name)``.
+
+    Rounded and summed as :func:`matmul_reduce_scatter`; all ranks have the same bits. Its gradients
+    are products alone under ``jax.shard_map(check_vma=True)``, where the cotangent is known to be
+    the same on all ranks; with ``check_vma=False`` the cotangent is summed first, as that of
+    ``jax.lax.psum`` is.
+
+    Args:
+        x: [..., k], this rank's columns of a larger matrix.
+        w: [k, p], the rows of the weights that go with them.
+        axis_name: the mesh axis or axes to sum over.
+        preferred_element_type: dtype of the result; None is that of ``jnp.result_type(x, w)``.
+        implementation: as in :func:`matmul_reduce_scatter`, with ``pk.psum``.
+        config: the knobs of :func:`matmul_reduce_scatter`.
+
+    Returns:
+        [..., p], typed as equal on all ranks.
+
+    Raises:
+        TypeError: as in :func:`matmul_reduce_scatter`.
+        ValueError: likewise; any number of rows will do.
+
+    A step of decoding, whose few rows every GPU has::
+
+        >>> @jax.shard_map(mesh=mesh, in_specs=(P(None, "tp"), P("tp")), out_specs=P())
+        ... def f(h, w_down):                              # h: [m, k], w_down: [k, p]
+        ...     return pk.matmul_all_reduce(h, w_down, "tp")  # [m, p], the same on every GPU
+    """
+    op = "matmul_all_reduce"
+    axes, resolved = _resolve(op, axis_name, implementation, config)
+    product_checks.check_operand(op, "x", x)
+    x, w, dtype = _summands(op, x, w, axes, preferred_element_type, config)
+    options = {"dtype": dtype, "implementation": implementation, "config": resolved}
+    if not axes or _matmul.why_partitioned(x, w) is not None:
+        return _one_after_the_other("psum", x, w, axes, {}, **options)
+    y = _collective.matmul_all_reduce([_in_rows(x, 0), w], axes, precision=_precision(), **options)
+    return lax.reshape(y, (*x.shape[:-1], w.shape[1]))
+
+
+def _precision() -> Any:
+    """As lax.dot_general takes it when it is called; None would ask again when it is lowered."""
+    return jax.config.jax_default_matmul_precision or lax.Precision.DEFAULT
+
+
+def _resolve(
+    op: str, axis_name: Any, implementation: str | None, config: Config | None
+) -> tuple[tuple[Any, ...], Config]:
+    """The axes and the Config that an op runs with."""
+    _config.check_implementation(op, implementation)
+    return checks.check_axes(op, axis_name), _config.resolve(op, config)
+
+
+def _in_rows(x: Any, at: int) -> Any:
+    """X as [outer, rows, k], the rows beginning with a dimension."""
+    sizes = (math.prod(x.shape[:at]), math.prod(x.shape[at:-1]), x.shape[-1])
+    return x if x.shape == sizes else lax.reshape(x, sizes)
+
+
+def _summands(
+    op: str, x: Any, w: Any, axes: tuple[Any, ...], preferred: Any, config: Config | None
+) -> tuple[Any, Any, Any]:
+    """The operands of a sum over ranks in one dtype, and the dtype of the sum; all are checked."""
+    product_checks.check_operand(op, "w", w)
+    product_checks.check_factors(op, x, w, "w", axes, "k")
+    common = jnp.result_type(x, w)
+    dtype = product_checks.result_dtype(op, common, preferred)
+    product_checks.check_summed(op, x, w, axes, dtype)
+    wire = config.reduce_dtype if config is not None else None
+    if wire is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"{op} cannot honour config.reduce_dtype={wire!r} for a result of dtype {dtype}; it "
+            "goes with floating-point results"
+        )
+    return lax.convert_element_type(x, common), lax.convert_element_type(w, common), dtype
+
+
+def _one_after_the_other(
+    op: str,
+    x: Any,
+    w: Any,
+    axes: tuple[Any, ...],
+    options: dict[str, Any],
+    *,
+    dtype: Any,
+    implementation: str | None,
+    config: Config,
+) -> Any:
+    """The product and after it the sum, with the dimensions as they are."""
+    part = matmul(
+        x,
+        w,
+        preferred_element_type=dtype,
+        implementation=implementation,
+        config=_config.part_of(config, "matmul"),
+    )
+    if not axes:
+        return part
+    total = getattr(collectives, op)(
+        lax.convert_element_type(part, _collective.wire_dtype(config, dtype)),
+        axes,
+        implementation=implementation,
+        config=_config.part_of(config, op),
+        **options,
+    )
+    return lax.convert_element_type(total, dtype)

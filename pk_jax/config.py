@@ -113,6 +113,12 @@ _KNOBS: dict[str, dict[str, Any]] = {
 }
 _KNOBS |= {op: {"num_comm_sms": _SMS} for op in ("psum", "pmax", "pmin", "pmean", "psum_scatter")}
 _KNOBS |= {op: {"tile": matmul_model.SHAPES} for op in ("matmul", "ragged_dot")}
+_PRODUCT = {"schedule": ("sequential",), "num_comm_sms": _SMS, "tile": matmul_model.SHAPES}
+_KNOBS |= {"all_gather_matmul": _PRODUCT}
+_KNOBS |= {
+    op: _PRODUCT | {"reduce_dtype": "a floating-point dtype"}
+    for op in ("matmul_reduce_scatter", "matmul_all_reduce")
+}
 _KNOBS["ragged_all_to_all"] = {"mechanism": ("register",), "num_comm_sms": _SMS}
 
 
@@ -159,6 +165,11 @@ def resolve(op: str, config: Config | None, *, together: bool = False) -> Config
     if together:
         _check_together(op, resolved)
     return resolved
+
+
+def part_of(config: Config, op: str) -> Config:
+    """The values of a composed op's Config that an op which is a part of it has."""
+    return Config(**{k: v for k, v in _set_fields(config).items() if _honours(op, k, v)})
 
 
 def _check_together(op: str, config: Config) -> None:

@@ -40,16 +40,18 @@ def matmul(
     precision: Any,
     implementation: str | None,
     config: Config,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
 ) -> Any:
-    """Binds pk_matmul to [m, k] and [k, n]; the arguments are checked.
+    """Binds pk_matmul to [m, k] and [k, n], or what lies transposed; the arguments are checked.
 
     `precision` is that of the reference, as in lax.dot_general.
     """
     return _bind(
         a,
         b,
-        transpose_a=False,
-        transpose_b=False,
+        transpose_a=transpose_a,
+        transpose_b=transpose_b,
         dtype=np.dtype(dtype),
         precision=precision,
         implementation=implementation,

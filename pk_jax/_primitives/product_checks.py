@@ -1,13 +1,15 @@
 """Checks of the operands and dtypes of matrix products, in the words of the public functions."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pk_jax._primitives import matmul
+from pk_jax import _compat
+from pk_jax._primitives import checks, matmul
 from pk_jax._reference.matmul import ACTIVATIONS
 from pk_jax._tuning import matmul_model
 from pk_jax.config import Config
@@ -137,3 +139,83 @@ def possible_tile(op: str, given: Config | None, resolved: Config) -> Config:
             f"tiles are {shapes}"
         )
     return dataclasses.replace(resolved, tile=None)
+
+
+def check_row_dimension(op: str, name: str, value: Any, shape: tuple[int, ...]) -> int:
+    """A dimension of x [..., k] that is one of rows, not negative."""
+    if len(shape) < 2:
+        raise ValueError(f"{op}: x must be [..., m, k], got shape {shape}; a row alone is x[None]")
+    index = checks.check_dimension(op, name, value, len(shape))
+    if index == len(shape) - 1:
+        raise ValueError(
+            f"{op}: {name}={value} is the last dimension of x, of shape {shape}, which is "
+            f"multiplied; name one of rows, {-len(shape)} to -2"
+        )
+    return index
+
+
+def check_factors(op: str, x: Any, w: Any, name: str, axes: Sequence[Any], cut: str) -> None:
+    """Raises unless x is [..., k] and w [k, p].
+
+    Args:
+        op: name of the op, for messages.
+        x: an array of numbers.
+        w: another.
+        name: what to call w.
+        axes: the axes of the op.
+        cut: what a rank has a part of: "rows" of x, or "k" of both.
+    """
+    if np.ndim(x) < 1 or np.ndim(w) != 2:
+        raise ValueError(
+            f"{op}: x must be [..., k] and {name} [k, p], got shapes {x.shape} and {w.shape}; "
+            "reshape them"
+        )
+    k, of_w = x.shape[-1], w.shape[0]
+    if k == of_w:
+        return
+    size = checks.bound_size(axes)
+    remedy = "transpose or slice one of them"
+    if size > 1 and cut == "k" and of_w == k * size:
+        remedy = f"{name} is whole, give each rank its rows: in_specs P({_spec(axes)}, None)"
+    elif size > 1 and cut == "k" and k == of_w * size:
+        remedy = f"x is whole, give each rank its columns: in_specs P(..., {_spec(axes)})"
+    elif size > 1 and cut == "rows" and k == of_w * size:
+        remedy = (
+            f"{name} is cut along k, which is not gathered: its in_specs are P(None, {_spec(axes)})"
+        )
+    raise ValueError(
+        f"{op}: the last dimension of x, {k} of {x.shape}, must equal the first of {name}, {of_w} "
+        f"of {w.shape}; {remedy}"
+    )
+
+
+def check_summed(op: str, x: Any, w: Any, axes: Sequence[Any], dtype: Any) -> None:
+    """Raises where a sum over ranks of x @ w is known to be none of parts along k."""
+    if dtype == np.bool_:
+        raise TypeError(f"{op}: there is no sum of booleans; convert x or w to int32")
+    if not _compat.check_vma():
+        return
+    varying = _compat.varying_axes(x, w)
+    alike = [axis for axis in axes if axis not in varying and checks.bound_size([axis]) > 1]
+    if alike:
+        raise ValueError(
+            f"{op}: x and w are typed as equal on all ranks of {alike} (they vary over "
+            f"{sorted(varying, key=str)}), so that the sum over {tuple(axes)} is of equal parts; "
+            "shard k over the axis, or use jax.lax.pcast(x, axis, to='varying') if it is meant"
+        )
+
+
+def check_scattered(op: str, shape: tuple[int, ...], at: int, axes: Sequence[Any]) -> None:
+    """Raises unless the rows can be cut in a part for each rank."""
+    length, size = shape[at], checks.bound_size(axes)
+    if length % size:
+        raise ValueError(
+            f"{op}: scatter_dimension={at} of x, of shape {shape}, has size {length}, which must "
+            f"be divisible by the {size} ranks of axis {tuple(axes)}; pad it with zeros to "
+            f"{length + -length % size} (jax.numpy.pad) and cut them from the last ranks' results"
+        )
+
+
+def _spec(axes: Sequence[Any]) -> str:
+    """The axes as they stand in a PartitionSpec."""
+    return repr(axes[0] if len(axes) == 1 else tuple(axes))

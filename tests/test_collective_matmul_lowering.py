@@ -1,0 +1,135 @@
+"""What products with a collective become for CUDA, without a GPU: the calls in the module's text.
+
+What it would catch: parts that do not inherit the knobs, call sites that share a channel, a
+backward pass off the kernels, a reason that is not given.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+from product_twins import OPS, RANKS, TWINS, mapped
+
+import pk_jax as pk
+from pk_jax import _selection
+
+FUNCTIONS = {
+    "gather": pk.all_gather_matmul,
+    "scatter": pk.matmul_reduce_scatter,
+    "reduce": pk.matmul_all_reduce,
+}
+
+
+@pytest.fixture
+def calls_of(mesh_of, lowered, calls):
+    """The custom calls of an op, on a rank's [16, 32] and [32, 48], or of its gradients."""
+
+    def lower(name, dtype="bfloat16", gradients=False, axis="x", mesh=None, text=False, **kwargs):
+        mesh = mesh or mesh_of(x=RANKS)
+        op = functools.partial(FUNCTIONS[name], axis_name=axis, **kwargs)
+        spec = P(mesh.axis_names)
+        f = mapped(lambda x, w: op(x[0], w[0])[None], mesh, (spec, spec), spec)
+        if gradients:
+            f = jax.grad(lambda *xs, f=f: jnp.sum(f(*xs).astype("float32") ** 2), (0, 1))
+        shapes = [(mesh.size, 16, 32), (mesh.size, 32, 48)]
+        module = lowered(f, *(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes))
+        return module if text else calls(module)
+
+    return lower
+
+
+def ops_of(found):
+    return [call["op"] for call in found]
+
+
+MOVES = {"gather": "all_gather", "scatter": "psum_scatter", "reduce": "psum"}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_parts(name, can_run, calls_of):
+    """The collective by its kernel, and the product too where the kernels are asked for."""
+    assert ops_of(calls_of(name)) == [MOVES[name]]
+    both = ["all_gather", "matmul"] if name == "gather" else ["matmul", MOVES[name]]
+    assert ops_of(calls_of(name, implementation="cuda")) == both
+    assert ops_of(calls_of(name, config=pk.Config(tile=(128, 128)))) == both
+    assert calls_of(name, implementation="reference") == []
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_knobs_of_the_parts(name, can_run, calls_of):
+    config = pk.Config(num_comm_sms=3, tile=(64, 128), schedule="sequential")
+    found = {call["op"]: call for call in calls_of(name, config=config)}
+    assert found["matmul"]["tile"] == "64x128"
+    assert found[MOVES[name]]["num_blocks"] == 3
+
+
+@pytest.mark.parametrize("wire, result", [(None, "48xbf16"), ("float32", "48xf32")])
+def test_the_dtype_on_the_link(wire, result, can_run, calls_of):
+    config = pk.Config(reduce_dtype=wire)
+    (call,) = calls_of("scatter", config=config)
+    assert call["op"] == "psum_scatter" and call["results"][0].endswith(result)
+
+
+def test_a_narrow_dtype_on_the_link_is_exchanged(can_run, calls_of):
+    config = pk.Config(reduce_dtype="bfloat16")
+    assert ops_of(calls_of("scatter", "float32", config=config)) == ["all_to_all"]
+    assert ops_of(calls_of("reduce", "float32", config=config)) == ["all_to_all", "all_gather"]
+
+
+def test_gradients(can_run, calls_of):
+    """One collective each way, on channels of their own; a reduced sum's cotangent needs none."""
+    for name, moves in (
+        ("gather", ["all_gather", "psum_scatter"]),
+        ("scatter", ["psum_scatter", "all_gather"]),
+        ("reduce", ["psum"]),
+    ):
+        found = calls_of(name, gradients=True)
+        assert ops_of(found) == moves
+        assert [call["channel"] for call in found] == list(range(len(moves)))
+
+
+def test_where_the_kernels_cannot_run(calls_of, caplog):
+    """Each part says why; asking for "cuda" raises the reason."""
+    _selection._logged.clear()
+    with caplog.at_level("INFO", logger="pk_jax"):
+        text = calls_of("scatter", text=True)
+    assert "stablehlo.reduce_scatter" in text and "pk_jax" not in text.split("module @")[0]
+    assert "psum_scatter takes the reference" in caplog.text
+    with pytest.raises(NotImplementedError, match="the CUDA devices are not known here"):
+        calls_of("reduce", implementation="cuda")
+
+
+def test_dtypes_without_a_kernel(can_run, calls_of):
+    assert ops_of(calls_of("gather", "float32")) == ["all_gather"]
+    with pytest.raises(NotImplementedError, match="float32 has no CUDA matmul"):
+        calls_of("gather", "float32", implementation="cuda")
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_other_platforms(name, mesh_of):
+    twin = TWINS[name]
+    op = functools.partial(FUNCTIONS[name], axis_name="x", implementation="cuda")
+    f = jax.jit(mapped(op, mesh_of(x=RANKS), twin.in_specs, twin.out_specs))
+    with pytest.raises(
+        NotImplementedError, match=f"{FUNCTIONS[name].__name__} is lowered for plat"
+    ):
+        f.lower(*map(jnp.ones, twin.shapes))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_axes_that_cross_hosts(name, mesh_of, monkeypatch, calls_of):
+    """The product is local, and its collective hierarchical: kernels inside, jax.lax across."""
+
+    def decide(op, dtype, groups, devices, auto_axes):
+        same_host = all(len({rank // 2 for rank in group}) == 1 for group in groups)
+        return _selection.Decision("cuda" if same_host else "reference", "crosses hosts")
+
+    monkeypatch.setattr(_selection, "decide", decide)
+    found = ops_of(calls_of(name, axis=("a", "b"), mesh=mesh_of(a=2, b=2)))
+    assert found == [MOVES[name]]
+
+
+def test_names_are_taken():
+    assert {op.__name__ for op in FUNCTIONS.values()} < _selection.TAKEN
