@@ -31,8 +31,8 @@ from pk_jax._tuning.fused_cases import GatherCase
 OP = "all_gather_matmul"
 # What does less than the op: rows that are gathered already.
 ALONE = ("xla_dot", "pk_dot")
-# Blocks that push, tried beside what the model chooses.
-FORCED = (2, 4, 8, 12, 16, 24)
+# Blocks that push and do nothing else, tried beside what the model chooses; 0: all push.
+FORCED = (0, 2, 4, 8, 12, 16, 24)
 
 Way = Callable[[Any, Any], Any]
 
