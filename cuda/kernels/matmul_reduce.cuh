@@ -264,6 +264,9 @@ template <typename Shape, ptx::Half kType, Major kMajorB>
 __global__ void __launch_bounds__(Shape::Crew::kThreads, Shape::Crew::kMinBlocks)
     matmul_reduce(const __grid_constant__ CommView comm, const __grid_constant__ ReduceArgs args) {
   using Product = ReduceMatmul<Shape, kType, kMajorB>;
+  constexpr int kSharedBytes = 227 << 10;  // of a block at most, with the number of its arrival
+  static_assert(sizeof(typename Product::Memory) + kSwizzleBytes + sizeof(ReduceMemory) <
+                kSharedBytes - 128);
   extern __shared__ char memory[];
   __shared__ ReduceMemory more;
   auto& shared = set_up<Product>(memory, args.product);
