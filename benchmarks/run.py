@@ -7,6 +7,7 @@
     python benchmarks/run.py --op mixed                        # beside a GEMM and NCCL in one jit
     python benchmarks/run.py --op matmul --cases plain         # each plan against XLA, one GPU
     python benchmarks/run.py --op ragged_dot                   # the same, by groups of rows
+    python benchmarks/run.py --op all_gather_matmul            # against XLA's, and the dot alone
     python benchmarks/run.py --op host_cost
     python benchmarks/run.py --op first_use
 
@@ -43,7 +44,8 @@ COLLECTIVES = (
 )
 ALL_COLLECTIVES = "collectives"
 PRODUCTS = ("matmul", "ragged_dot")  # of one device, whatever the machine has
-SPECIAL = ("host_cost", "first_use", "mixed", *PRODUCTS)
+FUSED = ("all_gather_matmul",)
+SPECIAL = ("host_cost", "first_use", "mixed", *PRODUCTS, *FUSED)
 FIRST_USE_ORDERS = ("lax", "lax+pk", "pk")
 # A sample is many calls: 20 of them hold at least 160.
 MIN_SAMPLES = 20
@@ -183,6 +185,8 @@ def results_of(args: argparse.Namespace) -> Iterator[tuple[Any, list[str]]]:
         return calls.host_cost(mesh, method, stamp)
     if args.op[0] in PRODUCTS:
         return product_results(args.op[0], args.cases, method, stamp)
+    if args.op[0] in FUSED:
+        return fused_results(mesh, args.cases, method, stamp)
     return harness.run(mesh, select(args.op, args.cases, args.quick), method, stamp)
 
 
@@ -197,10 +201,26 @@ def product_results(
 
     ops = {"matmul": (products.MATMUL, MATMULS), "ragged_dot": (grouped.RAGGED_DOT, GROUPED)}
     kind, cases = ops[op]
+    return products.run(matching(cases, words), method, stamp, kind)
+
+
+def fused_results(
+    mesh: Any, words: Sequence[str] | None, method: Any, stamp: Any
+) -> Iterator[tuple[Any, list[str]]]:
+    """Yields the records of products fused with a collective."""
+    import gathered
+
+    from pk_jax._tuning.fused_cases import ALL_GATHER_MATMULS
+
+    return gathered.run(mesh, matching(ALL_GATHER_MATMULS, words), method, stamp)
+
+
+def matching(cases: Sequence[Any], words: Sequence[str] | None) -> list[Any]:
+    """The cases that --cases asks for; at least one, or the run ends."""
     chosen = [c for c in cases if not words or c.tags & set(words) or c.name in words]
     if not chosen:
         sys.exit(f"no case matches {words}; they are {', '.join(c.name for c in cases)}")
-    return products.run(chosen, method, stamp, kind)
+    return chosen
 
 
 def select(ops: Sequence[str], words: Sequence[str] | None, quick: bool) -> list[Any]:
