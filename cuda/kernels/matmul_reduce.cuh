@@ -127,7 +127,7 @@ struct ReduceMatmul
         this->multiply(shared, tile, consumer * 64, 0, num_steps, at, [&](int step) {
           if (all.layout.adds(pending.to_add(), num_steps - 1 - step))
             add_piece(shared, pending, consumer, at);
-          if (pending.to_send() > 0 && step % all.layout.push_steps == 0) pending.send_panel();
+          if (pending.to_send() > 0 && all.layout.sends(step)) pending.send_panel();
         });
       }
       while (pending.to_add() > 0) add_piece(shared, pending, consumer, at);
