@@ -12,6 +12,7 @@ needed: the model then finds the order that goes wrong.
 """
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -69,7 +70,7 @@ def _put(values, *path):
     return (*values[:index], value, *values[index + 1 :])
 
 
-def _nested(value, *sizes):
+def _nested(value: Any, *sizes: int) -> Any:
     return value if not sizes else (_nested(value, *sizes[1:]),) * sizes[0]
 
 
