@@ -8,6 +8,7 @@
     python benchmarks/run.py --op matmul --cases plain         # each plan against XLA, one GPU
     python benchmarks/run.py --op ragged_dot                   # the same, by groups of rows
     python benchmarks/run.py --op all_gather_matmul            # against XLA's, and the dot alone
+    python benchmarks/run.py --op matmul_reduce_scatter        # the same; and matmul_all_reduce
     python benchmarks/run.py --op host_cost
     python benchmarks/run.py --op first_use
 
@@ -44,7 +45,7 @@ COLLECTIVES = (
 )
 ALL_COLLECTIVES = "collectives"
 PRODUCTS = ("matmul", "ragged_dot")  # of one device, whatever the machine has
-FUSED = ("all_gather_matmul",)
+FUSED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 SPECIAL = ("host_cost", "first_use", "mixed", *PRODUCTS, *FUSED)
 FIRST_USE_ORDERS = ("lax", "lax+pk", "pk")
 # A sample is many calls: 20 of them hold at least 160.
@@ -186,7 +187,7 @@ def results_of(args: argparse.Namespace) -> Iterator[tuple[Any, list[str]]]:
     if args.op[0] in PRODUCTS:
         return product_results(args.op[0], args.cases, method, stamp)
     if args.op[0] in FUSED:
-        return fused_results(mesh, args.cases, method, stamp)
+        return fused_results(args.op[0], mesh, args.cases, method, stamp)
     return harness.run(mesh, select(args.op, args.cases, args.quick), method, stamp)
 
 
@@ -205,14 +206,21 @@ def product_results(
 
 
 def fused_results(
-    mesh: Any, words: Sequence[str] | None, method: Any, stamp: Any
+    op: str, mesh: Any, words: Sequence[str] | None, method: Any, stamp: Any
 ) -> Iterator[tuple[Any, list[str]]]:
     """Yields the records of products fused with a collective."""
     import gathered
+    import reduced
 
-    from pk_jax._tuning.fused_cases import ALL_GATHER_MATMULS
+    from pk_jax._tuning import fused_cases as cases
 
-    return gathered.run(mesh, matching(ALL_GATHER_MATMULS, words), method, stamp)
+    ops = {
+        "all_gather_matmul": (gathered, cases.ALL_GATHER_MATMULS),
+        "matmul_reduce_scatter": (reduced, cases.MATMUL_REDUCE_SCATTERS),
+        "matmul_all_reduce": (reduced, cases.MATMUL_ALL_REDUCES),
+    }
+    kind, known = ops[op]
+    return kind.run(mesh, matching(known, words), method, stamp)
 
 
 def matching(cases: Sequence[Any], words: Sequence[str] | None) -> list[Any]:

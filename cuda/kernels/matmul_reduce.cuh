@@ -127,7 +127,7 @@ struct ReduceMatmul
         this->multiply(shared, tile, consumer * 64, 0, num_steps, at, [&](int step) {
           if (all.layout.adds(pending.to_add(), num_steps - 1 - step))
             add_piece(shared, pending, consumer, at);
-          if (pending.to_send() > 0 && step % all.layout.push_steps == 0) pending.send_panel();
+          if (pending.to_send() > 0 && all.layout.sends(step)) pending.send_panel();
         });
       }
       while (pending.to_add() > 0) add_piece(shared, pending, consumer, at);
@@ -264,6 +264,9 @@ template <typename Shape, ptx::Half kType, Major kMajorB>
 __global__ void __launch_bounds__(Shape::Crew::kThreads, Shape::Crew::kMinBlocks)
     matmul_reduce(const __grid_constant__ CommView comm, const __grid_constant__ ReduceArgs args) {
   using Product = ReduceMatmul<Shape, kType, kMajorB>;
+  constexpr int kSharedBytes = 227 << 10;  // of a block at most, with the number of its arrival
+  static_assert(sizeof(typename Product::Memory) + kSwizzleBytes + sizeof(ReduceMemory) <
+                kSharedBytes - 128);
   extern __shared__ char memory[];
   __shared__ ReduceMemory more;
   auto& shared = set_up<Product>(memory, args.product);

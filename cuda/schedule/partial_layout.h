@@ -30,12 +30,12 @@ struct PartialLayout {
   // `push_steps` steps from the first on, so that the link is loaded evenly. To an own one a piece
   // is added every `add_steps` steps up to the last, so that the peers' have the time to come;
   // between two of them is a step whose operands take the stage that the piece has left.
-  int push_steps, add_steps;
+  int push_steps, add_steps;  // powers of two
 
   PK_HOST_DEVICE static PartialLayout make(int num_ranks, int num_steps) {
     const int peers = num_ranks - 1, quarter = num_steps / 4;
     PartialLayout layout{peers <= 2 ? 2 : peers <= 4 ? 1 : 0, 1, 1};
-    layout.push_steps = quarter < 1 ? 1 : quarter > 4 ? 4 : quarter;
+    layout.push_steps = quarter < 2 ? 1 : quarter < 4 ? 2 : 4;
     layout.add_steps = num_steps >= 2 * layout.num_pieces() ? 2 : 1;
     return layout;
   }
@@ -48,9 +48,11 @@ struct PartialLayout {
     return (((piece * kWarps + warp - piece) << chunks_log2) + chunk) * kChunkBytes;
   }
 
-  // Whether a piece is added at a step, with `left` pieces to be added and `ahead` steps to come.
+  // Whether a panel is sent at a step; whether a piece is added, with `left` of them to be added
+  // and `ahead` steps to come.
+  PK_HOST_DEVICE bool sends(int step) const { return (step & (push_steps - 1)) == 0; }
   PK_HOST_DEVICE bool adds(int left, int ahead) const {
-    return ahead < left * add_steps && ahead % add_steps == 0;
+    return ahead < left * add_steps && (ahead & (add_steps - 1)) == 0;
   }
 };
 
