@@ -401,6 +401,22 @@ def test_operands_that_do_not_fit(mesh_of):
         fails(mesh, lambda x: reduce(*[x.astype("int32")] * 2, "x"), x)
 
 
+def test_sums_that_are_to_come(mesh_of):
+    def f(to, x, w):
+        x = lax.pcast(x, "x", to=to)
+        w = lax.pcast(w, "x", to="reduced") if to == "varying" else w
+        return pk.all_gather_matmul(x, w, "x")
+
+    for to, words in (
+        ("unreduced", r"x is typed as unreduced .*; sum it by jax\.lax\.psum\(x, 'x'\) first"),
+        ("varying", r"w is typed as reduced .*; jax\.lax\.pcast\(w, 'x', to='varying'\) first"),
+    ):
+        spec = (P("x") if to == "unreduced" else P(), P())
+        g = mapped(functools.partial(f, to), mesh_of(x=4), spec, P("x"))
+        with pytest.raises(NotImplementedError, match=f"all_gather_matmul: {words}"):
+            jax.make_jaxpr(g)(jnp.ones((4, 4)), jnp.ones((4, 4)))
+
+
 def test_a_sum_of_equal_parts_is_refused(mesh_of):
     """What the types say: neither factor is cut along k over the axis that is summed over."""
     x, w = jnp.ones((4, 3)), jnp.ones((3, 5))
