@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from product_models import check_equal, reals, values
-from product_twins import COLUMNS, OPS, RANKS, ROWS, TWINS, mapped, on_mesh
+from product_twins import COLUMNS, OPS, RANKS, ROWS, TWINS, mapped, on_mesh, rounded_sum
 
 import pk_jax as pk
 from pk_jax._primitives import collective_matmul
@@ -136,14 +136,6 @@ def test_several_weights_share_a_gather(mesh_of):
     assert text.count("pk_all_gather_matmul[") == 3
 
 
-def rounded_sum(x, w, dtype, wire):
-    """The sum of the ranks' products as the kernels are to round it, in NumPy."""
-    total = np.float32(0)
-    for part, rows in zip(np.split(x, RANKS, 1), np.split(w, RANKS, 0), strict=True):
-        total = total + (part.astype("f4") @ rows.astype("f4")).astype(wire).astype("f4")
-    return total.astype(dtype)
-
-
 # The dtype of operands and result, and the one that crosses the link.
 ROUNDED = {
     "reference": (
@@ -177,8 +169,8 @@ def test_rounding(mesh_of, candidate):
     results = jax.jit(mapped(f, mesh_of(x=RANKS), (COLUMNS, ROWS), outs))(x, w)
     for (dtype, wire), got in zip(ROUNDED[candidate], results, strict=True):
         parts = [np.asarray(each.astype(dtype)) for each in (x, w)]
-        want = rounded_sum(*parts, jnp.dtype(dtype), jnp.dtype(wire or dtype))
-        assert not np.array_equal(want.astype("f4"), rounded_sum(*parts, "f4", "f4"))
+        want = rounded_sum(*parts, RANKS, dtype, wire or dtype)
+        assert not np.array_equal(want.astype("f4"), rounded_sum(*parts, RANKS, "f4", "f4"))
         check_all(got, (want, want[:7]))
 
 
