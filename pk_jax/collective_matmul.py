@@ -191,6 +191,7 @@ def all_gather_matmul(
         TypeError: an operand is not an array of numbers, or they have no product of the dtype.
         ValueError: shapes that do not fit, a sequence of no weights, a dimension that is not one
             of rows, or a knob that the op does not have.
+        NotImplementedError: an operand is typed as "reduced" or "unreduced" over the axis.
 
     The projections of attention, from rows that are cut over "tp"; each GPU has its heads::
 
@@ -210,6 +211,7 @@ def all_gather_matmul(
         name = f"w[{i}]" if several else "w"
         product_checks.check_operand(op, name, each)
         product_checks.check_factors(op, x, each, name, axes, "rows")
+        product_checks.check_states(op, axes, x=x, **{name: each})
     return_gathered = checks.check_flag(op, "return_gathered", return_gathered)
     save_gathered = checks.check_flag(op, "save_gathered", save_gathered)
     together = len({operand.dtype for operand in (x, *ws)}) == 1
@@ -227,14 +229,9 @@ def all_gather_matmul(
         shape = (*x.shape[:at], checks.bound_size(axes) * x.shape[at], *x.shape[at + 1 : -1])
         gathered, *ys = (lax.reshape(y, (*shape, y.shape[-1])) for y in (gathered, *ys))
     else:
-        # One after the other: x is gathered in its own dtype, and dimensions stay as they are.
-        gathered, part = x, {"implementation": implementation}
-        if axes:
-            options = part | {"config": _config.part_of(resolved, "all_gather")}
-            gathered = collectives.all_gather(x, axes, axis=at, tiled=True, **options)
-        part["config"] = _config.part_of(resolved, "matmul")
-        part["preferred_element_type"] = preferred_element_type
-        ys = [matmul(gathered, each, **part) for each in ws]
+        gathered, *ys = _gather_first(
+            x, ws, axes, at, preferred_element_type, implementation, resolved
+        )
     if return_gathered:
         return *ys, gathered
     return tuple(ys) if several else ys[0]
@@ -282,6 +279,7 @@ def matmul_reduce_scatter(
             dtype.
         ValueError: shapes that do not fit, rows that cannot be cut, operands that are typed as
             equal on all ranks, or a knob that the op does not have.
+        NotImplementedError: an operand is typed as "reduced" or "unreduced" over the axis.
 
     The second half of a layer, whose first half is :func:`all_gather_matmul`::
 
@@ -298,7 +296,7 @@ def matmul_reduce_scatter(
     options = {"dtype": dtype, "implementation": implementation, "config": resolved}
     if not axes or _matmul.why_partitioned(x, w) is not None:
         scatter = {"scatter_dimension": at, "tiled": True}
-        return _one_after_the_other("psum_scatter", x, w, axes, scatter, **options)
+        return _sum_last("psum_scatter", x, w, axes, scatter, **options)
     y = _collective.matmul_reduce_scatter(
         [_in_rows(x, at), w], axes, precision=_precision(), **options
     )
@@ -349,7 +347,7 @@ def matmul_all_reduce(
     x, w, dtype = _summands(op, x, w, axes, preferred_element_type, config)
     options = {"dtype": dtype, "implementation": implementation, "config": resolved}
     if not axes or _matmul.why_partitioned(x, w) is not None:
-        return _one_after_the_other("psum", x, w, axes, {}, **options)
+        return _sum_last("psum", x, w, axes, {}, **options)
     y = _collective.matmul_all_reduce([_in_rows(x, 0), w], axes, precision=_precision(), **options)
     return lax.reshape(y, (*x.shape[:-1], w.shape[1]))
 
@@ -368,7 +366,7 @@ def _resolve(
 
 
 def _in_rows(x: Any, at: int) -> Any:
-    """X as [outer, rows, k], the rows beginning with a dimension."""
+    """An x as [outer, rows, k], the rows beginning with a dimension."""
     sizes = (math.prod(x.shape[:at]), math.prod(x.shape[at:-1]), x.shape[-1])
     return x if x.shape == sizes else lax.reshape(x, sizes)
 
@@ -379,6 +377,7 @@ def _summands(
     """The operands of a sum over ranks in one dtype, and the dtype of the sum; all are checked."""
     product_checks.check_operand(op, "w", w)
     product_checks.check_factors(op, x, w, "w", axes, "k")
+    product_checks.check_states(op, axes, x=x, w=w)
     common = jnp.result_type(x, w)
     dtype = product_checks.result_dtype(op, common, preferred)
     product_checks.check_summed(op, x, w, axes, dtype)
@@ -391,7 +390,25 @@ def _summands(
     return lax.convert_element_type(x, common), lax.convert_element_type(w, common), dtype
 
 
-def _one_after_the_other(
+def _gather_first(
+    x: Any,
+    ws: list[Any],
+    axes: tuple[Any, ...],
+    at: int,
+    preferred: Any,
+    implementation: str | None,
+    config: Config,
+) -> Any:
+    """The gather, of x in its own dtype, and after it the products; dimensions stay as they are."""
+    own: dict[str, Any] = {"implementation": implementation}
+    if axes:
+        part = _config.part_of(config, "all_gather")
+        x = collectives.all_gather(x, axes, axis=at, tiled=True, config=part, **own)
+    own |= {"config": _config.part_of(config, "matmul"), "preferred_element_type": preferred}
+    return x, *(matmul(x, w, **own) for w in ws)
+
+
+def _sum_last(
     op: str,
     x: Any,
     w: Any,
@@ -402,7 +419,7 @@ def _one_after_the_other(
     implementation: str | None,
     config: Config,
 ) -> Any:
-    """The product and after it the sum, with the dimensions as they are."""
+    """The product, and after it the sum; dimensions stay as they are."""
     part = matmul(
         x,
         w,

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import pk_jax as pk
@@ -66,3 +67,12 @@ def mapped(f, mesh, in_specs, out_specs, check_vma=True):
 def on_mesh(twin, mesh, check_vma=True):
     """The op, as a function of the whole operands."""
     return mapped(twin.op, mesh, twin.in_specs, twin.out_specs, check_vma)
+
+
+def rounded_sum(x, w, num_ranks, dtype, wire):
+    """The sum of the ranks' products as it is to be rounded, in NumPy."""
+    total = np.float32(0)
+    for part, rows in zip(np.split(x, num_ranks, 1), np.split(w, num_ranks, 0), strict=True):
+        product = np.asarray(part, "f4") @ np.asarray(rows, "f4")
+        total = total + product.astype(jnp.dtype(wire)).astype("f4")
+    return total.astype(jnp.dtype(dtype))

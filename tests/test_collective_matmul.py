@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from product_models import check_equal, reals, values
-from product_twins import COLUMNS, OPS, RANKS, ROWS, TWINS, mapped, on_mesh
+from product_twins import COLUMNS, OPS, RANKS, ROWS, TWINS, mapped, on_mesh, rounded_sum
 
 import pk_jax as pk
 from pk_jax._primitives import collective_matmul
@@ -136,14 +136,6 @@ def test_several_weights_share_a_gather(mesh_of):
     assert text.count("pk_all_gather_matmul[") == 3
 
 
-def rounded_sum(x, w, dtype, wire):
-    """The sum of the ranks' products as the kernels are to round it, in NumPy."""
-    total = np.float32(0)
-    for part, rows in zip(np.split(x, RANKS, 1), np.split(w, RANKS, 0), strict=True):
-        total = total + (part.astype("f4") @ rows.astype("f4")).astype(wire).astype("f4")
-    return total.astype(dtype)
-
-
 # The dtype of operands and result, and the one that crosses the link.
 ROUNDED = {
     "reference": (
@@ -177,8 +169,8 @@ def test_rounding(mesh_of, candidate):
     results = jax.jit(mapped(f, mesh_of(x=RANKS), (COLUMNS, ROWS), outs))(x, w)
     for (dtype, wire), got in zip(ROUNDED[candidate], results, strict=True):
         parts = [np.asarray(each.astype(dtype)) for each in (x, w)]
-        want = rounded_sum(*parts, jnp.dtype(dtype), jnp.dtype(wire or dtype))
-        assert not np.array_equal(want.astype("f4"), rounded_sum(*parts, "f4", "f4"))
+        want = rounded_sum(*parts, RANKS, dtype, wire or dtype)
+        assert not np.array_equal(want.astype("f4"), rounded_sum(*parts, RANKS, "f4", "f4"))
         check_all(got, (want, want[:7]))
 
 
@@ -399,6 +391,22 @@ def test_operands_that_do_not_fit(mesh_of):
             fails(mesh, f, x)
     with pk.use_config(reduce_dtype="bfloat16"):  # a mere default gives way
         fails(mesh, lambda x: reduce(*[x.astype("int32")] * 2, "x"), x)
+
+
+def test_sums_that_are_to_come(mesh_of):
+    def f(to, x, w):
+        x = lax.pcast(x, "x", to=to)
+        w = lax.pcast(w, "x", to="reduced") if to == "varying" else w
+        return pk.all_gather_matmul(x, w, "x")
+
+    for to, words in (
+        ("unreduced", r"x is typed as unreduced .*; sum it by jax\.lax\.psum\(x, 'x'\) first"),
+        ("varying", r"w is typed as reduced .*; jax\.lax\.pcast\(w, 'x', to='varying'\) first"),
+    ):
+        spec = (P("x") if to == "unreduced" else P(), P())
+        g = mapped(functools.partial(f, to), mesh_of(x=4), spec, P("x"))
+        with pytest.raises(NotImplementedError, match=f"all_gather_matmul: {words}"):
+            jax.make_jaxpr(g)(jnp.ones((4, 4)), jnp.ones((4, 4)))
 
 
 def test_a_sum_of_equal_parts_is_refused(mesh_of):

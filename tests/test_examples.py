@@ -122,3 +122,46 @@ def test_progress(example, terminal):
     progress.finish("done")
     assert stream.getvalue().count("\n") == (1 if terminal else 11)
     assert stream.getvalue().endswith("run        done\n")
+
+
+@pytest.fixture
+def block(example):
+    """A layer of tensor_parallel.py on four devices, with both modules of products."""
+    module = example("tensor_parallel")
+    setup = module.Setup(1, batch=1, seq=8, heads=4, width=16, hidden=8, dtype="float32")
+    devices = jax.devices("cpu")[:4]
+    mesh = jax.make_mesh((4,), ("tp",), axis_types=(AxisType.Auto,), devices=devices)
+    both = [module.programs(ops, setup, mesh) for ops in (pk, module.InLax)]
+    return SimpleNamespace(module=module, setup=setup, mesh=mesh, both=both)
+
+
+def test_tensor_parallel_agrees(block):
+    operands = block.module.make_operands(block.setup, block.mesh)
+    same, sentence = block.module.compare(*block.both, operands, block.setup.dtype)
+    assert same and sentence.count("(within rounding)") == 2
+    x, weights = operands
+    other = [(x + 1, weights)[i] for i in (0, 1)]
+    wrong = {name: lambda *_, f=f: f(*other) for name, f in block.both[1].items()}
+    same, sentence = block.module.compare(block.both[0], wrong, operands, block.setup.dtype)
+    assert not same and "BEYOND" in sentence
+
+
+def test_tensor_parallel_is_made_of_fused_products(block):
+    operands = jax.eval_shape(partial(block.module.make_operands, block.setup, block.mesh))
+    text = str(jax.make_jaxpr(block.both[0]["backward"])(*operands))
+    # Attention and the hidden units, each of them gathered and summed, forward and backward.
+    assert text.count(" pk_all_gather_matmul[") == text.count(" pk_matmul_reduce_scatter[") == 4
+    assert not re.search(r"= (all_gather|reduce_scatter|pk_all_gather|pk_psum_scatter)\[", text)
+
+
+def test_tensor_parallel_speed(block, monkeypatch):
+    timing = block.module.timing
+    medians = {"pk_jax": 500.0, "jax.lax": 600.0}
+    monkeypatch.setattr(
+        timing,
+        "time_programs",
+        lambda programs, sample_ms: {n: timing.Timing(medians[n], 0, 0, 0) for n in programs},
+    )
+    lines = list(block.module.speed(*block.both, (), block.module.ON_GPU, 8))
+    assert lines[0].startswith("forward: pk_jax 0.50 ms (")
+    assert [line.rsplit(" ", 1)[1] for line in lines] == ["1.200x", "1.200x"]

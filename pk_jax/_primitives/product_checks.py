@@ -189,6 +189,20 @@ def check_factors(op: str, x: Any, w: Any, name: str, axes: Sequence[Any], cut: 
     )
 
 
+def check_states(op: str, axes: Sequence[Any], **operands: Any) -> None:
+    """Raises where an operand is typed as a sum that is not done, or as what has one to come."""
+    for name, x in operands.items():
+        for axis in axes:
+            state = _compat.state_over(x, (axis,), op)
+            if state in ("unreduced", "reduced"):
+                remedy = f"jax.lax.pcast({name}, {axis!r}, to='varying')"
+                remedy = f"sum it by jax.lax.psum({name}, {axis!r})" if state[0] == "u" else remedy
+                raise NotImplementedError(
+                    f"{op}: {name} is typed as {state} over axis {axis!r}, which has no product "
+                    f"with a collective; {remedy} first"
+                )
+
+
 def check_summed(op: str, x: Any, w: Any, axes: Sequence[Any], dtype: Any) -> None:
     """Raises where a sum over ranks of x @ w is known to be none of parts along k."""
     if dtype == np.bool_:
