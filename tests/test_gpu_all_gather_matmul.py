@@ -85,7 +85,7 @@ def _run(
     ranks.all_gather_matmul(
         operands,
         results,
-        plan_words([("tma", "simple", blocks)]),
+        plan_words([("tma", "simple", *blocks)]),
         m=m,
         k=k,
         p=p,
