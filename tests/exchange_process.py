@@ -1,22 +1,29 @@
-"""One rank of test_exchange.py: `exchange_process.py RANK NUM_RANKS PIPE_FD good|bad`.
+"""One rank of test_exchange.py: `exchange_process.py LIBRARY RANK NUM_RANKS PIPE_FD good|bad`.
 
 Hands over a file that names this rank and reports what came from the others. A bad rank has nothing
 to hand over.
 """
 
+import importlib.util
 import os
 import sys
 from multiprocessing.connection import Connection
 
-from pk_jax import _ffi
+
+def load(path):
+    """The compiled module alone: JAX has no part in this, and takes longest to import."""
+    spec = importlib.util.spec_from_file_location("_ffi", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def open_descriptors():
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 
 
-def main(rank, num_ranks, pipe_fd, state):
-    pipe = Connection(int(pipe_fd))
+def main(library, rank, num_ranks, pipe_fd, state):
+    _ffi, pipe = load(library), Connection(int(pipe_fd))
 
     def all_gather(part):
         pipe.send(part)

@@ -13,7 +13,7 @@ def values(shape, dtype="float32", seed=0):
         return jnp.asarray(numbers > 0)
     if dtype == "complex64":
         return jnp.asarray(numbers + 1j * np.roll(numbers, 1), dtype)
-    return jnp.asarray(numbers).astype(dtype)
+    return jnp.asarray(numbers.astype(jnp.dtype(dtype)))
 
 
 def reals(shape, dtype="float32", seed=0):

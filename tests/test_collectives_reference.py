@@ -69,7 +69,7 @@ LAYOUTS = [
 def operand(num_ranks, shape, dtype="float32"):
     """A different value in each element of each rank."""
     values = np.arange(num_ranks * int(np.prod(shape))).reshape(num_ranks, *shape)
-    return jnp.asarray(values % (2 if dtype == "bool" else 113)).astype(dtype)
+    return (values % (2 if dtype == "bool" else 113)).astype(jnp.dtype(dtype))
 
 
 def gathered(x, groups, axis, tiled):
@@ -117,7 +117,7 @@ def test_all_gather_cases(case, mesh_of, per_rank):
 
 @pytest.mark.parametrize("dtype", DTYPES + SMALLER_THAN_A_BYTE)
 def test_all_gather_dtypes(dtype, mesh_of, per_rank):
-    x = operand(4, (6, 2)).astype("int8").astype(dtype)
+    x = operand(4, (6, 2)).astype("int8").astype(jnp.dtype(dtype))
     got = per_rank(mesh_of(x=4), lambda p: pk.all_gather(p, "x", axis=1, tiled=True), x)
     assert got.dtype == x.dtype
     np.testing.assert_array_equal(

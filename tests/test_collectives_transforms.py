@@ -31,7 +31,7 @@ def mapped(mesh_of):
 
 
 def values(*shape):
-    return jnp.sin(jnp.arange(float(np.prod(shape)))).reshape(shape)
+    return jnp.asarray(np.sin(np.arange(np.prod(shape))).reshape(shape), jnp.float32)
 
 
 def weighted(f, weights):

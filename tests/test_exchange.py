@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("pk_jax._ffi")
+LIBRARY = pytest.importorskip("pk_jax._ffi").__file__
 
 RANKS = 3
 WORKER = Path(__file__).with_name("exchange_process.py")
@@ -28,7 +28,7 @@ def run(bad_rank=None, on_round=lambda _, parts: parts):
         ours, theirs = multiprocessing.Pipe()
         fd = theirs.fileno()
         state = "bad" if rank == bad_rank else "good"
-        command = [sys.executable, str(WORKER), str(rank), str(RANKS), str(fd), state]
+        command = [sys.executable, str(WORKER), LIBRARY, str(rank), str(RANKS), str(fd), state]
         env = {**os.environ, "PK_JAX_TIMEOUT_S": "5", "JAX_PLATFORMS": "cpu"}
         processes.append(subprocess.Popen(command, pass_fds=[fd], env=env))
         theirs.close()

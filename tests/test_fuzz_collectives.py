@@ -24,7 +24,8 @@ def test_collectives_do_what_lax_does():
     if importlib.util.find_spec("hypothesis"):
         report = sources.run_hypothesis(100, None, devices, shrink=False)
     else:
-        report = sources.run_random(100, 0, devices, threads=2)
+        # One thread: JAX's cache of compiled programs (conftest.py) is read while it is written.
+        report = sources.run_random(100, 0, devices, threads=1)
     assert not report.differences, "\n".join(map(str, report.differences))
     # Most cases are there to be run, and no op is left out.
     assert report.counts["results"] >= 50

@@ -50,7 +50,8 @@ INSIDE = {
 def operand(ranks, *shape):
     """Whole numbers, so that sums are exact in any order."""
     count = ranks * int(np.prod(shape))
-    return jnp.asarray(np.random.default_rng(0).permutation(count).reshape(ranks, *shape) % 1009.0)
+    numbers = np.random.default_rng(0).permutation(count).reshape(ranks, *shape) % 1009
+    return numbers.astype(np.float32)
 
 
 @split

@@ -23,7 +23,7 @@ LINEAR = {
 
 
 def values(*shape):
-    return jnp.sin(jnp.arange(float(np.prod(shape)))).reshape(shape)
+    return jnp.asarray(np.sin(np.arange(np.prod(shape))).reshape(shape), jnp.float32)
 
 
 def primitives_in(fn, *args):
