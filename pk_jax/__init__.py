@@ -4,7 +4,6 @@ from pk_jax._doctor import doctor as doctor
 from pk_jax._redirect import jax_collectives as jax_collectives
 from pk_jax._registry import last_error as last_error
 from pk_jax.collective_matmul import all_gather_matmul as all_gather_matmul
-from pk_jax.collective_matmul import matmul as matmul
 from pk_jax.collective_matmul import matmul_all_reduce as matmul_all_reduce
 from pk_jax.collective_matmul import matmul_reduce_scatter as matmul_reduce_scatter
 from pk_jax.collectives import all_gather as all_gather
@@ -22,5 +21,6 @@ from pk_jax.custom_ops import call_op as call_op
 from pk_jax.custom_ops import get_include as get_include
 from pk_jax.custom_ops import load_ops as load_ops
 from pk_jax.grouped_matmul import ragged_dot as ragged_dot
+from pk_jax.local_matmul import matmul as matmul
 
 __version__ = "0.1.0"

@@ -63,7 +63,7 @@ class Decision:
     """The path of an op, and if it is not "cuda" the reason.
 
     Attributes:
-        path: "cuda", "reference" or "hierarchical".
+        path: "cuda", "reference", "hierarchical" or "unfused".
         reason: why it is not "cuda".
         level: logging level that the reason deserves: a warning if a change to the machine or to
             its settings would make the op faster.
@@ -137,7 +137,7 @@ def why_not_dtype(dtype: Any, op: str | None = None) -> str | None:
         return f"dtype {dtype} is an extended dtype, and only plain elements are moved"
     if _compat.bits_per_element(dtype) < 8:
         return f"dtype {dtype} is smaller than a byte, and only whole bytes are moved"
-    if op in _PRODUCTS:
+    if op in (*_PRODUCTS, *_COLLECTIVE_PRODUCTS):
         if dtype.name in _HALVES or (op == "matmul" and dtype.name == FLOAT8):
             return None
         return f"dtype {dtype} has no CUDA {op}; the kernels multiply {_HALVES}"
@@ -196,7 +196,7 @@ def why_no_kernel(op: str, capabilities: Sequence[Capability]) -> str | None:
     for process in capabilities:
         if f"pk_jax_{_CALLS.get(op, op)}" not in process.handlers:
             where = f"process {process.index}: " if len(capabilities) > 1 else ""
-            if op in (*OPS, *_PRODUCTS):
+            if op in (*OPS, *_PRODUCTS, *_COLLECTIVE_PRODUCTS):
                 return f"{where}the extension library has no kernel for {op}; rebuild pk_jax"
             return (
                 f"{where}no library with a kernel for {op} was loaded; call pk_jax.load_ops() in "
@@ -307,7 +307,8 @@ def log_once(op: str, decision: Decision) -> None:
     """Logs why an op does not take the kernels alone, the first time for that reason."""
     if (op, decision.reason) not in _logged:
         _logged.add((op, decision.reason))
-        way = {"hierarchical": "the hierarchical path"}.get(decision.path, "the reference")
+        ways = {"hierarchical": "the hierarchical path", "unfused": "its parts one after the other"}
+        way = ways.get(decision.path, "the reference")
         logger.log(decision.level, "%s takes %s: %s", op, way, decision.reason)
 
 

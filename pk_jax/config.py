@@ -113,10 +113,11 @@ _KNOBS: dict[str, dict[str, Any]] = {
 }
 _KNOBS |= {op: {"num_comm_sms": _SMS} for op in ("psum", "pmax", "pmin", "pmean", "psum_scatter")}
 _KNOBS |= {op: {"tile": matmul_model.SHAPES} for op in ("matmul", "ragged_dot")}
-_PRODUCT = {"schedule": ("sequential",), "num_comm_sms": _SMS, "tile": matmul_model.SHAPES}
-_KNOBS |= {"all_gather_matmul": _PRODUCT}
+_PRODUCT = {"num_comm_sms": _SMS, "tile": matmul_model.SHAPES}
+_KNOBS |= {"all_gather_matmul": _PRODUCT | {"schedule": SCHEDULES}}
 _KNOBS |= {
-    op: _PRODUCT | {"reduce_dtype": "a floating-point dtype"}
+    op: _PRODUCT
+    | {"schedule": ("sequential", "intra_sm"), "reduce_dtype": "a floating-point dtype"}
     for op in ("matmul_reduce_scatter", "matmul_all_reduce")
 }
 _KNOBS["ragged_all_to_all"] = {"mechanism": ("register",), "num_comm_sms": _SMS}

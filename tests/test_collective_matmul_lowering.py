@@ -24,16 +24,32 @@ FUNCTIONS = {
 
 @pytest.fixture
 def calls_of(mesh_of, lowered, calls):
-    """The custom calls of an op, on a rank's [16, 32] and [32, 48], or of its gradients."""
+    """The custom calls of an op, on a rank's [16, 32] and [32, 48], or of its gradients.
 
-    def lower(name, dtype="bfloat16", gradients=False, axis="x", mesh=None, text=False, **kwargs):
+    Its parts one after the other, unless another config is given.
+    """
+
+    def lower(
+        name,
+        dtype="bfloat16",
+        gradients=False,
+        axis="x",
+        mesh=None,
+        text=False,
+        sizes=((16, 32), (32, 48)),
+        config=SEQUENTIAL,
+        **kwargs,
+    ):
         mesh = mesh or mesh_of(x=RANKS)
+        kwargs["config"] = config
         op = functools.partial(FUNCTIONS[name], axis_name=axis, **kwargs)
         spec = P(mesh.axis_names)
         f = mapped(lambda x, w: op(x[0], w[0])[None], mesh, (spec, spec), spec)
         if gradients:
+            # The ops of a derivative are not asked for the schedule of what it is of.
+            f = pk.use_config(schedule="sequential")(f)
             f = jax.grad(lambda *xs, f=f: jnp.sum(f(*xs).astype("float32") ** 2), (0, 1))
-        shapes = [(mesh.size, 16, 32), (mesh.size, 32, 48)]
+        shapes = [(mesh.size, *size) for size in sizes]
         module = lowered(f, *(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes))
         return module if text else calls(module)
 
@@ -44,6 +60,8 @@ def ops_of(found):
     return [call["op"] for call in found]
 
 
+SEQUENTIAL = pk.Config(schedule="sequential")
+LARGE = ((2048, 4096), (4096, 4096))
 MOVES = {"gather": "all_gather", "scatter": "psum_scatter", "reduce": "psum"}
 
 
@@ -53,8 +71,68 @@ def test_parts(name, can_run, calls_of):
     assert ops_of(calls_of(name)) == [MOVES[name]]
     both = ["all_gather", "matmul"] if name == "gather" else ["matmul", MOVES[name]]
     assert ops_of(calls_of(name, implementation="cuda")) == both
-    assert ops_of(calls_of(name, config=pk.Config(tile=(128, 128)))) == both
+    tiled = pk.Config(tile=(128, 128), schedule="sequential")
+    assert ops_of(calls_of(name, config=tiled)) == both
     assert calls_of(name, implementation="reference") == []
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_one_kernel(name, can_run, calls_of):
+    """Of large operands, whatever the implementation, and of any where a schedule asks for it."""
+    op = FUNCTIONS[name].__name__
+    for implementation in (None, "cuda"):
+        (call,) = calls_of(name, sizes=LARGE, config=None, implementation=implementation)
+        assert call["op"] == op and call["group_size"] == RANKS
+        assert (call["m"], call["k"], call["p"]) == (2048, 4096, 4096)
+    assert ops_of(calls_of(name, config=pk.Config(schedule="intra_sm"))) == [op]
+    (call,) = calls_of(name, sizes=LARGE, config=None, gradients=True)[:1]
+    assert call["op"] == MOVES[name]
+
+
+def test_blocks_that_communicate(can_run, calls_of):
+    def blocks(**fields):
+        (call,) = calls_of("gather", sizes=LARGE, config=pk.Config(**fields))
+        return call["num_comm_blocks"]
+
+    assert blocks(schedule="intra_sm") == 0
+    assert blocks(schedule="inter_sm") > 0
+    assert blocks(schedule="inter_sm", num_comm_sms=5) == 5
+
+
+def test_further_weights_follow(can_run, mesh_of, lowered, calls):
+    """The widest one hides the gathering; the others find it done."""
+    f = mapped(
+        lambda x, u, v: pk.all_gather_matmul(x, (u, v), "x", config=pk.Config(schedule="intra_sm")),
+        mesh_of(x=RANKS),
+        (P("x"), P(), P()),
+        P("x"),
+    )
+    shapes = ((RANKS * 64, 128), (128, 64), (128, 96))
+    found = calls(lowered(f, *(jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes)))
+    assert [(call["op"], call.get("p", call.get("n"))) for call in found] == [
+        ("all_gather_matmul", 96),
+        ("matmul", 64),
+    ]
+
+
+@pytest.mark.parametrize(
+    "name, config, sizes, reason",
+    [
+        ("gather", {"num_comm_sms": 4}, None, "no SM communicates alone"),
+        ("gather", {"tile": (64, 64)}, None, "tiles"),
+        ("scatter", {"tile": (128, 128)}, None, "tiles of"),
+        ("reduce", {"num_comm_sms": 4}, None, "every SM sends"),
+        ("scatter", {"reduce_dtype": "float32"}, None, "one for all"),
+        ("gather", {}, ((2, 16, 32), (32, 48)), "in one piece"),
+    ],
+)
+def test_why_not_one_kernel(name, config, sizes, reason, can_run, calls_of):
+    """A schedule that cannot be is an error with "cuda", and else what the parts do."""
+    config = pk.Config(schedule="intra_sm", **config)
+    sizes = sizes or ((16, 32), (32, 48))
+    with pytest.raises(NotImplementedError, match=reason):
+        calls_of(name, sizes=sizes, config=config, implementation="cuda")
+    assert MOVES[name] in ops_of(calls_of(name, sizes=sizes, config=config))
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -67,13 +145,13 @@ def test_knobs_of_the_parts(name, can_run, calls_of):
 
 @pytest.mark.parametrize("wire, result", [(None, "48xbf16"), ("float32", "48xf32")])
 def test_the_dtype_on_the_link(wire, result, can_run, calls_of):
-    config = pk.Config(reduce_dtype=wire)
+    config = pk.Config(reduce_dtype=wire, schedule="sequential")
     (call,) = calls_of("scatter", config=config)
     assert call["op"] == "psum_scatter" and call["results"][0].endswith(result)
 
 
 def test_a_narrow_dtype_on_the_link_is_exchanged(can_run, calls_of):
-    config = pk.Config(reduce_dtype="bfloat16")
+    config = pk.Config(reduce_dtype="bfloat16", schedule="sequential")
     assert ops_of(calls_of("scatter", "float32", config=config)) == ["all_to_all"]
     assert ops_of(calls_of("reduce", "float32", config=config)) == ["all_to_all", "all_gather"]
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -24,6 +23,7 @@ from jax.interpreters import ad, batching, mlir
 from pk_jax import _compat, _selection
 from pk_jax._primitives import (
     checks,
+    fused,
     gathers,
     matmul,
     product_maps,
@@ -94,12 +94,6 @@ def matmul_all_reduce(pairs: Sequence[Any], axis_name: tuple[Any, ...], **params
     return _bind_sum(matmul_all_reduce_p, pairs, axis_name, typed=_compat.check_vma(), **params)
 
 
-def wire_dtype(config: Config, dtype: Any) -> Any:
-    """The dtype in which parts of a sum in `dtype` cross the link."""
-    is_float = jnp.issubdtype(dtype, jnp.floating)
-    return np.dtype(config.reduce_dtype or dtype) if is_float else dtype
-
-
 def _bind_sum(
     primitive: Primitive,
     pairs: Sequence[Any],
@@ -112,7 +106,7 @@ def _bind_sum(
 ) -> Any:
     dtype = np.dtype(dtype)
     params |= {"transpose_w": transpose_w, "dtype": dtype, "config": config}
-    params["wire"] = wire_dtype(config, dtype)
+    params["wire"] = product_types.wire_dtype(config, dtype)
     axis_name = _compat.without_size_one_axes(axis_name)
     if not axis_name:
         return unfused.local(*_compat.vary_as_operands(*pairs), **params | {"wire": dtype})
@@ -329,20 +323,32 @@ def _batch_sum(
 # How the ops run.
 
 
-def _candidate(ctx: Any, op: str, params: dict[str, Any]) -> str:
-    """Which of its candidates an op that is being lowered runs by; all have a rule in `_define`."""
+def _candidate(ctx: Any, op: str, params: dict[str, Any]) -> Any:
+    """The candidate that an op which is being lowered runs by: a name of a rule, or a Fused."""
     platforms = tuple(ctx.module_context.platforms)
-    if params["implementation"] == "reference":
+    implementation, schedule = params["implementation"], params["config"].schedule
+    if implementation == "reference":
         return "reference"
     if platforms != ("cuda",):
         reason = _selection.why_platform(op, *platforms)
-        fall_back(op, params["implementation"], _selection.Decision("reference", reason))
+        fall_back(op, implementation, _selection.Decision("reference", reason))
         return "reference"
-    return "unfused"
+    if schedule == "sequential":
+        return "unfused"
+    found = fused.find(ctx, op, params)
+    if isinstance(found, str):
+        if schedule is not None:
+            decision = _selection.Decision("unfused", found)
+            fall_back(f"{op} with schedule={schedule!r}", implementation, decision)
+        return "unfused"
+    return found if schedule is not None or found.seconds < found.unfused_seconds else "unfused"
 
 
 def _lower(ctx: Any, *operands: Any, op: str, rules: dict[str, Any], **params: Any) -> Any:
-    return rules[_candidate(ctx, op, params)](ctx, *operands, **params)
+    candidate = _candidate(ctx, op, params)
+    if isinstance(candidate, fused.Fused):
+        return candidate.rule(ctx, *operands)
+    return rules[candidate](ctx, *operands, **params)
 
 
 def _define(

@@ -63,6 +63,11 @@ def _bind(a: Any, b: Any, **params: Any) -> Any:
     return matmul_p.bind(*_compat.vary_as_operands(a, b), **params)
 
 
+def precision_of_call() -> Any:
+    """As lax.dot_general takes it when it is called; None would ask again when it is lowered."""
+    return jax.config.jax_default_matmul_precision or lax.Precision.DEFAULT
+
+
 def why_partitioned(*operands: Any) -> str | None:
     """Why XLA is known to cut the operands into parts for several devices; None if it is not.
 

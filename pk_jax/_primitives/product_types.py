@@ -5,9 +5,18 @@ Operands are as in `_reference/collective_matmul.py`.
 
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pk_jax import _compat
+from pk_jax.config import Config
+
+
+def wire_dtype(config: Config, dtype: Any) -> Any:
+    """The dtype in which parts of a sum in `dtype` cross the link."""
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    return np.dtype(config.reduce_dtype or dtype) if is_float else dtype
 
 
 def _product_type(x: Any, w: Any, params: dict[str, Any]) -> Any:

@@ -82,6 +82,7 @@ def choose(
     num_sms: int | None = None,
     tile: tuple[int, int] | None = None,
     num_comm_blocks: int | None = None,
+    least_comm_blocks: int = 0,
 ) -> Plan:
     """The plan with the least expected time, of those with the tile and the blocks asked for.
 
@@ -95,6 +96,7 @@ def choose(
         num_sms: as in candidates().
         tile: (rows, columns) of the tile, if not any.
         num_comm_blocks: blocks that push and do nothing else, if not any number.
+        least_comm_blocks: where any number will do, no fewer.
 
     Raises:
         ValueError: there is no such tile, or no SM is left that multiplies.
@@ -109,7 +111,9 @@ def choose(
             f"all_gather_matmul: num_comm_sms={num_comm_blocks} must leave some of {num_sms} SMs "
             "to multiply"
         )
-    numbers = COMM_BLOCKS if num_comm_blocks is None else (num_comm_blocks,)
+    numbers = [number for number in COMM_BLOCKS if number >= least_comm_blocks]
+    if num_comm_blocks is not None:
+        numbers = [num_comm_blocks]
     plans = [
         Plan(
             each.name,
@@ -149,9 +153,7 @@ def _seconds(
     num_comm: int,
 ) -> float:
     part = 2 * m * k
-    steps = _ceil(k, matmul_model.BLOCK_K)
-    flops = 2 * tile.rows * tile.cols * matmul_model.BLOCK_K
-    tile_s = steps * flops / tile.flops + matmul_model.TILE_S
+    tile_s = matmul_model.tile_seconds(tile, k)
     num_n, workers = _ceil(p, tile.cols), num_sms - num_comm
     sent_s = (num_ranks - 1) * part / push_bandwidth(hardware, num_comm, num_sms)
 

@@ -120,6 +120,12 @@ def choose(
     return min(plans, key=lambda plan: (plan.seconds, padded[plan.tile]))
 
 
+def tile_seconds(tile: Tile, k: int) -> float:
+    """A tile of 16-bit operands on one SM, where tensor cores are the bound."""
+    step_s = tile.rows * tile.cols * BLOCK_K_BYTES / tile.flops
+    return _steps(k, 2) * step_s + TILE_S
+
+
 def resident_clusters(num_sms: int, blocks: int) -> int:
     """How many clusters of 2, 4 or 8 blocks run together.
 

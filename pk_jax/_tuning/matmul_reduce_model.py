@@ -62,9 +62,7 @@ def choose(
     """
     tiles = num_tiles(m, p, num_ranks, all_reduce)
     num_blocks = min(num_sms or hardware.num_sms, num_ranks * tiles)
-    steps = _ceil(k, matmul_model.BLOCK_K)
-    flops = 2 * TILE.rows * TILE.cols * matmul_model.BLOCK_K
-    tile_s = steps * flops / TILE.flops + matmul_model.TILE_S
+    tile_s = matmul_model.tile_seconds(TILE, k)
     waves = _ceil(num_ranks * tiles, num_blocks)
     link_bytes = (num_ranks - 1) * 2 * rows_of_rank(m, num_ranks, all_reduce) * p
     link_s = (1 + all_reduce) * link_bytes / hardware.loaded_store_bandwidth["tma"][-1][1]

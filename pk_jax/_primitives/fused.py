@@ -1,0 +1,200 @@
+"""Products with a collective in one kernel: where it can run, what it should cost, and its call.
+
+A candidate of `collective_matmul.py`, beside the composition of `unfused.py`. The kernels take
+matrices, so a dimension in front of the gathered or scattered rows must be 1.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.interpreters import mlir
+
+from pk_jax import _compat, _selection
+from pk_jax._primitives import all_gather_matmul_call, matmul_reduce_call
+from pk_jax._primitives.rules import call_site
+from pk_jax._tuning import (
+    all_gather_matmul_model,
+    cost_model,
+    hardware,
+    matmul_model,
+    matmul_reduce_model,
+)
+
+GATHER = "all_gather_matmul"
+REDUCE = "matmul_all_reduce"
+
+
+class Fused(NamedTuple):
+    """A fused kernel that can run.
+
+    Attributes:
+        seconds: the expected time.
+        unfused_seconds: that of the composition.
+        rule: the lowering rule.
+    """
+
+    seconds: float
+    unfused_seconds: float
+    rule: Callable[..., Any]
+
+
+def find(ctx: Any, op: str, params: dict[str, Any]) -> Fused | str:
+    """The fused kernel of an op that is being lowered for CUDA, or why there is none."""
+    groups = _compat.rank_groups(ctx, params["axis_name"], None)
+    devices = _compat.mesh_devices(ctx)
+    x = ctx.avals_in[0]
+    reason = _why_not(ctx, op, params)
+    if reason is None:
+        decision = _selection.decide(op, x.dtype, groups, devices, _compat.auto_axes(ctx))
+        reason = None if decision.path == "cuda" else decision.reason
+    if reason is not None:
+        return reason
+    record = hardware.lookup(devices[0].device_kind if devices else None)
+    num_sms = _selection.num_sms(devices) or record.num_sms
+    outer, rows, k = x.shape
+    sizes = _Sizes(outer * rows, k, [_width(w, params) for w in ctx.avals_in[1:]], len(groups[0]))
+    if op == GATHER:
+        return _gather(groups, params, record, num_sms, sizes)
+    return _sum(op, groups, params, record, num_sms, sizes)
+
+
+class _Sizes(NamedTuple):
+    """Rows of x, its columns, the columns of each w, and the ranks."""
+
+    m: int
+    k: int
+    widths: list[int]
+    ranks: int
+
+
+def _width(w: Any, params: dict[str, Any]) -> int:
+    return w.shape[0] if params["transpose_w"] else w.shape[1]
+
+
+def _why_not(ctx: Any, op: str, params: dict[str, Any]) -> str | None:
+    """Why the kernels do not take these shapes and dtypes; None if they do."""
+    x, *others = ctx.avals_in
+    if any(0 in aval.shape for aval in (*ctx.avals_in, *ctx.avals_out)):
+        return f"the fused {op} takes no empty arrays"
+    outer, rows, k = x.shape
+    if outer > 1 and op != REDUCE:
+        return (
+            f"the fused {op} takes rows that lie in one piece, and here {outer} pieces of {rows} "
+            "are in front of one another; make the gathered or scattered dimension the first"
+        )
+    for w in others:
+        if w.dtype != x.dtype:
+            return _selection.why_mixed(op, x.dtype, w.dtype, params["dtype"])
+    dtype = params["dtype"]
+    if op == GATHER:
+        if dtype not in (x.dtype, np.dtype("float32")):
+            return _selection.why_mixed(op, x.dtype, x.dtype, dtype)
+        widths = [_width(w, params) for w in others]
+        return all_gather_matmul_call.why_not(rows, k, widths, params["axis_size"])
+    if len(others) > 1:
+        return f"the fused {op} adds up one product, not {(len(others) + 1) // 2}"
+    dtypes = (x.dtype, params["wire"], dtype)
+    width = _width(others[0], params)
+    return matmul_reduce_call.why_not(
+        outer * rows, k, width, params["axis_size"], dtypes, op == REDUCE
+    )
+
+
+def _gather(
+    groups: Sequence[Sequence[int]],
+    params: dict[str, Any],
+    record: hardware.Hardware,
+    num_sms: int,
+    sizes: _Sizes,
+) -> Fused | str:
+    m, k, widths, ranks = sizes
+    config = params["config"]
+    tiles = [(tile.rows, tile.cols) for tile in all_gather_matmul_model.TILES]
+    if config.tile not in (None, *tiles):
+        return f"the fused {GATHER} has tiles {tiles}, not {config.tile}"
+    intra_sm, num_comm = config.schedule == "intra_sm", config.num_comm_sms
+    if intra_sm and num_comm is not None:
+        return f"with schedule='intra_sm' no SM communicates alone, not num_comm_sms={num_comm}"
+    plan = all_gather_matmul_model.choose(
+        record,
+        m,
+        max(widths),
+        k,
+        ranks,
+        own_rows=True,
+        num_sms=num_sms,
+        tile=config.tile,
+        num_comm_blocks=0 if intra_sm else num_comm,
+        least_comm_blocks=int(config.schedule == "inter_sm"),
+    )
+    products = [matmul_model.choose(ranks * m, p, k, num_sms).seconds for p in widths]
+    num_bytes = m * k * _ITEMSIZE
+    gather = cost_model.choose(record, cost_model.Work("all_gather", num_bytes, ranks, num_bytes))
+
+    def call(x: Any, *ws: Any, site: Any) -> list[Any]:
+        gathered, ys = all_gather_matmul_call.call(
+            x[0],
+            ws,
+            site=site,
+            plan=plan,
+            transpose_w=params["transpose_w"],
+            dtype=params["dtype"],
+            num_sms=num_sms,
+        )
+        return [y[None] for y in (gathered, *ys)]
+
+    seconds = plan.seconds + sum(products) - max(products)
+    return Fused(seconds, gather.seconds + sum(products), _rule(call, groups, several=True))
+
+
+def _sum(
+    op: str,
+    groups: Sequence[Sequence[int]],
+    params: dict[str, Any],
+    record: hardware.Hardware,
+    num_sms: int,
+    sizes: _Sizes,
+) -> Fused | str:
+    m, k, (p,), ranks = sizes
+    config, all_reduce = params["config"], op == REDUCE
+    tile = (matmul_reduce_model.TILE.rows, matmul_reduce_model.TILE.cols)
+    if config.tile not in (None, tile):
+        return f"the fused {op} has tiles of {tile}, not {config.tile}"
+    if config.num_comm_sms is not None:
+        return f"in the fused {op} every SM sends: there are no num_comm_sms"
+    plan = matmul_reduce_model.choose(
+        record, m, p, k, ranks, all_reduce=all_reduce, num_sms=num_sms
+    )
+    num_bytes = m * p * _ITEMSIZE
+    work = cost_model.Work("psum", num_bytes, ranks, num_bytes)
+    if not all_reduce:
+        work = cost_model.Work("psum_scatter", num_bytes, ranks, num_bytes // ranks)
+    total = cost_model.choose(record, work).seconds
+
+    def call(x: Any, w: Any, *, site: Any) -> Any:
+        y = matmul_reduce_call.call(
+            x.reshape(m, k),
+            w,
+            site=site,
+            plan=plan,
+            transpose_w=params["transpose_w"],
+            all_reduce=all_reduce,
+        )
+        return y.reshape(x.shape[0], math.prod(y.shape[:-1]) // x.shape[0], p)
+
+    unfused_seconds = matmul_model.choose(m, p, k, num_sms).seconds + total
+    return Fused(plan.seconds, unfused_seconds, _rule(call, groups, several=False))
+
+
+_ITEMSIZE = 2  # of what the kernels multiply
+
+
+def _rule(call: Any, groups: Sequence[Sequence[int]], *, several: bool) -> Callable[..., Any]:
+    def rule(ctx: Any, *operands: Any) -> Any:
+        made = functools.partial(call, site=call_site(ctx, groups))
+        return mlir.lower_fun(made, multiple_results=several)(ctx, *operands)
+
+    return rule
