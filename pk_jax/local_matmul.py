@@ -107,9 +107,9 @@ def matmul(
     if float8:
         resolved = product_checks.possible_tile(op, config, resolved)
     epilogue = {"bias": bias, "activation": activation, **scales}
-    # The bilinear product: its derivatives are of the operands' dtypes alone.
+    # What is not plain has derivatives of its own: float8, but to dtypes that lax alone has it in.
     plain = not any(each is not None for each in epilogue.values())
-    plain &= not float8 or dtype == common
+    plain &= not float8 or dtype not in (jnp.bfloat16, np.float16, np.float32)
     x, w = (lax.convert_element_type(operand, common) for operand in (x, w))
     partitioned = _matmul.why_partitioned(x, w)
     if partitioned is not None:

@@ -51,7 +51,7 @@ struct GatheredRows {
   }
 };
 
-template <typename Shape, ptx::Half kType, Major kMajorB>
+template <typename Shape, ptx::Type kType, Major kMajorB>
 struct GatherMatmul : Matmul<Shape, kType, Major::kK, kMajorB, GatherWalk, GatheredRows, Epilogue> {
   TileFlags flags;
   uint32_t* arrived;
@@ -93,7 +93,7 @@ struct GatherMatmul : Matmul<Shape, kType, Major::kK, kMajorB, GatherWalk, Gathe
   }
 };
 
-template <typename Shape, ptx::Half kType, Major kMajorB>
+template <typename Shape, ptx::Type kType, Major kMajorB>
 __global__ void __launch_bounds__(Shape::Crew::kThreads, Shape::Crew::kMinBlocks)
     all_gather_matmul(const __grid_constant__ CommView comm,
                       const __grid_constant__ GatherArgs args) {
@@ -123,14 +123,14 @@ __global__ void __launch_bounds__(Shape::Crew::kThreads, Shape::Crew::kMinBlocks
 
 using GatherInstance = InstanceOf<void (*)(CommView, GatherArgs)>;
 
-template <typename Shape, ptx::Half kType, Major kMajorB>
+template <typename Shape, ptx::Type kType, Major kMajorB>
 GatherInstance make_gather_instance() {
   using Memory = GatherMatmul<Shape, kType, kMajorB>::Memory;
   static_assert(sizeof(PushMemory) <= sizeof(Memory));
   return instance_of<Shape, Major::kK, kMajorB>(all_gather_matmul<Shape, kType, kMajorB>);
 }
 
-template <ptx::Half kType>
+template <ptx::Type kType>
 GatherInstance gather_instance_of(MatmulTile tile, bool transpose_w) {
   const auto of = [=](auto shape) {
     using Shape = decltype(shape);

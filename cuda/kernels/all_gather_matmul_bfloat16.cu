@@ -3,7 +3,7 @@
 namespace pk::matmul {
 
 GatherInstance gather_bfloat16_instance(MatmulTile tile, bool transpose_w) {
-  return gather_instance_of<ptx::Half::kBfloat16>(tile, transpose_w);
+  return gather_instance_of<ptx::Type::kBfloat16>(tile, transpose_w);
 }
 
 }  // namespace pk::matmul

@@ -3,7 +3,7 @@
 namespace pk::matmul {
 
 GatherInstance gather_float16_instance(MatmulTile tile, bool transpose_w) {
-  return gather_instance_of<ptx::Half::kFloat16>(tile, transpose_w);
+  return gather_instance_of<ptx::Type::kFloat16>(tile, transpose_w);
 }
 
 }  // namespace pk::matmul

@@ -71,7 +71,7 @@ struct WholeSource {
   }
 };
 
-template <typename Shape, ptx::Half kType, Major kMajorA, Major kMajorB, typename Walk,
+template <typename Shape, ptx::Type kType, Major kMajorA, Major kMajorB, typename Walk,
           typename Source, typename Epilogue>
 struct Matmul {
   using Memory = Shared<Shape, kMajorA, kMajorB>;
@@ -81,10 +81,10 @@ struct Matmul {
   using Crew = Shape::Crew;
   using Sum = ClusterSum<Crew::kConsumers, Shape::kConsumerN>;
   static_assert(Sum::kBytes <= sizeof(Memory::a) + sizeof(Memory::b));
-  static constexpr ptx::Half kResult = ptx::half_of(kType);
+  static constexpr ptx::Type kResult = ptx::half_of(kType);
   // wgmma adds products of e4m3 up in some 14 bits, so that each step's sum goes into registers of
   // its own, and the steps are added up in fp32.
-  static constexpr bool kSumOfSteps = kType == ptx::Half::kE4m3;
+  static constexpr bool kSumOfSteps = kType == ptx::Type::kE4m3;
 
   const Args<Walk>& args;
   Memory& shared;
@@ -250,7 +250,7 @@ __device__ __forceinline__ typename Op::Memory& set_up(char* memory, const Args<
   return shared;
 }
 
-template <typename Shape, ptx::Half kType, Major kMajorA, Major kMajorB, typename Walk,
+template <typename Shape, ptx::Type kType, Major kMajorA, Major kMajorB, typename Walk,
           typename Source, typename Epilogue>
 __global__ void __launch_bounds__(Shape::Crew::kThreads, Shape::Crew::kMinBlocks)
     matmul(const __grid_constant__ Args<Walk> args, Source source, Epilogue epilogue) {

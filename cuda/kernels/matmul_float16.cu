@@ -3,7 +3,7 @@
 namespace pk::matmul {
 
 Instance<MatmulWalk> float16_instance(MatmulTile tile, bool m_contiguous, bool n_contiguous) {
-  return of_tile<ptx::Half::kFloat16>(tile, m_contiguous, n_contiguous);
+  return of_tile<ptx::Type::kFloat16>(tile, m_contiguous, n_contiguous);
 }
 
 }  // namespace pk::matmul

@@ -3,7 +3,7 @@
 namespace pk::matmul {
 
 Instance<MatmulWalk> float8_instance(MatmulTile tile) {
-  constexpr auto kType = ptx::Half::kE4m3;
+  constexpr auto kType = ptx::Type::kE4m3;
   constexpr Major kK = Major::kK;
   // Larger ones have no registers for their second accumulator.
   if (tile == MatmulTile::k128x128)

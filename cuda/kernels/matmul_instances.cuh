@@ -56,7 +56,7 @@ InstanceOf<Kernel> instance_of(Kernel kernel) {
 template <typename Walk>
 using Instance = InstanceOf<void (*)(Args<Walk>, WholeSource, Epilogue)>;
 
-template <typename Shape, ptx::Half kType, Major kMajorA, Major kMajorB, typename Walk>
+template <typename Shape, ptx::Type kType, Major kMajorA, Major kMajorB, typename Walk>
 Instance<Walk> make_instance() {
   return instance_of<Shape, kMajorA, kMajorB>(
       matmul<Shape, kType, kMajorA, kMajorB, Walk, WholeSource, Epilogue>);
@@ -123,7 +123,7 @@ Instance<MatmulWalk> bfloat16_instance(MatmulTile tile, bool m_contiguous, bool 
 Instance<MatmulWalk> float16_instance(MatmulTile tile, bool m_contiguous, bool n_contiguous);
 Instance<MatmulWalk> float8_instance(MatmulTile tile);  // without a kernel for most tiles
 
-template <typename Shape, ptx::Half kType>
+template <typename Shape, ptx::Type kType>
 Instance<MatmulWalk> of_majors(bool m_contiguous, bool n_contiguous) {
   constexpr Major kK = Major::kK, kMn = Major::kMn;
   if (m_contiguous) {
@@ -134,7 +134,7 @@ Instance<MatmulWalk> of_majors(bool m_contiguous, bool n_contiguous) {
                       : make_instance<Shape, kType, kK, kK, MatmulWalk>();
 }
 
-template <ptx::Half kType>
+template <ptx::Type kType>
 Instance<MatmulWalk> of_tile(MatmulTile tile, bool m_contiguous, bool n_contiguous) {
   return visit_shape(tile, [=](auto shape) {
     return of_majors<decltype(shape), kType>(m_contiguous, n_contiguous);

@@ -59,7 +59,7 @@ struct ReduceMemory {
 
 struct NoEpilogue {};
 
-template <typename Shape, ptx::Half kType, Major kMajorB>
+template <typename Shape, ptx::Type kType, Major kMajorB>
 struct ReduceMatmul
     : Matmul<Shape, kType, Major::kK, kMajorB, ScatterWalk, WholeSource, NoEpilogue> {
   using Base = Matmul<Shape, kType, Major::kK, kMajorB, ScatterWalk, WholeSource, NoEpilogue>;
@@ -260,7 +260,7 @@ struct ReduceMatmul
   }
 };
 
-template <typename Shape, ptx::Half kType, Major kMajorB>
+template <typename Shape, ptx::Type kType, Major kMajorB>
 __global__ void __launch_bounds__(Shape::Crew::kThreads, Shape::Crew::kMinBlocks)
     matmul_reduce(const __grid_constant__ CommView comm, const __grid_constant__ ReduceArgs args) {
   using Product = ReduceMatmul<Shape, kType, kMajorB>;

@@ -3,7 +3,7 @@
 namespace pk::matmul {
 
 ReduceInstance reduce_float16_instance(bool transpose_w) {
-  return reduce_instance<ptx::Half::kFloat16>(transpose_w);
+  return reduce_instance<ptx::Type::kFloat16>(transpose_w);
 }
 
 }  // namespace pk::matmul

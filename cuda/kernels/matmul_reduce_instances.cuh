@@ -11,7 +11,7 @@ using ReduceShape = TileShape<128, 256, 4>;
 
 using ReduceInstance = InstanceOf<void (*)(CommView, ReduceArgs)>;
 
-template <ptx::Half kType>
+template <ptx::Type kType>
 ReduceInstance reduce_instance(bool transpose_w) {
   return transpose_w ? instance_of<ReduceShape, Major::kK, Major::kK>(
                            matmul_reduce<ReduceShape, kType, Major::kK>)

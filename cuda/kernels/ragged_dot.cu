@@ -11,7 +11,7 @@ namespace {
 using matmul::ceil_div;
 using matmul::Instance;
 
-template <ptx::Half kType, Major kMajorB>
+template <ptx::Type kType, Major kMajorB>
 Instance<GroupedWalk> of_tile(MatmulTile tile) {
   return matmul::visit_shape(tile, [](auto shape) {
     return matmul::make_instance<decltype(shape), kType, Major::kK, kMajorB, GroupedWalk>();
@@ -20,11 +20,11 @@ Instance<GroupedWalk> of_tile(MatmulTile tile) {
 
 Instance<GroupedWalk> instance_of(MatmulTile tile, bool bfloat16, bool transpose_b) {
   if (bfloat16) {
-    return transpose_b ? of_tile<ptx::Half::kBfloat16, Major::kK>(tile)
-                       : of_tile<ptx::Half::kBfloat16, Major::kMn>(tile);
+    return transpose_b ? of_tile<ptx::Type::kBfloat16, Major::kK>(tile)
+                       : of_tile<ptx::Type::kBfloat16, Major::kMn>(tile);
   }
-  return transpose_b ? of_tile<ptx::Half::kFloat16, Major::kK>(tile)
-                     : of_tile<ptx::Half::kFloat16, Major::kMn>(tile);
+  return transpose_b ? of_tile<ptx::Type::kFloat16, Major::kK>(tile)
+                     : of_tile<ptx::Type::kFloat16, Major::kMn>(tile);
 }
 
 }  // namespace

@@ -30,10 +30,10 @@ struct Epilogue {
   }
 
   // On values that lie at (row, col) of the result: an accumulator's, or a strip's.
-  template <ptx::Half kType, typename Values>
+  template <ptx::Type kType, typename Values>
   __device__ __forceinline__ void apply(Values& values, int row, int col) const {
     if (is_plain()) return;
-    if constexpr (kType == ptx::Half::kE4m3) {
+    if constexpr (kType == ptx::Type::kE4m3) {
       if (row_scale != nullptr) scale(values, row, col);
     }
     if (bias != nullptr) {

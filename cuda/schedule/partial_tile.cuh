@@ -26,7 +26,7 @@ struct Outbox : Pipeline<2> {
   }
 };
 
-template <ptx::Half kType, int kCols>
+template <ptx::Type kType, int kCols>
 class PartialTile {
  public:
   static_assert(kCols == PartialLayout::kCols);

@@ -47,7 +47,7 @@ struct Result {
 
   // One warp: a strip rounded to 16 bits, by way of a panel of its own. Only whole sectors are
   // written: parts of one are slow, at a kernel's end even to wait for.
-  template <ptx::Half kType>
+  template <ptx::Type kType>
   __device__ __forceinline__ void store_rounded(const Strip& strip, ResultPanel& panel, int row,
                                                 int col) const {
     const int lane = threadIdx.x % 32;
@@ -102,7 +102,7 @@ struct Result {
 // tensor cores are at the next tile, and leaves a panel at a time between that one's steps: so the
 // store of a tile takes no time of its own, but for a block's last one. Each warp stores its own 16
 // rows, and waits for no other.
-template <ptx::Half kType, int kCols>
+template <ptx::Type kType, int kCols>
 class PendingTile {
  public:
   // The tile's place in the matrix. The tile before must have left.

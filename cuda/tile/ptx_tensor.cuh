@@ -209,37 +209,37 @@ __device__ __forceinline__ void written(float (&d)[kCount]) {
   PK_WGMMA_OF("m64n" #N "k32.f32.e4m3.e4m3", LIST, A, B, KEEP, "", __VA_ARGS__)
 // clang-format on
 
-enum class Half : int { kBfloat16, kFloat16, kE4m3 };  // the operands' type
+enum class Type : int { kBfloat16, kFloat16, kE4m3 };  // the operands' type
 
 // The type of a result of 16 bits.
-constexpr Half half_of(Half type) { return type == Half::kE4m3 ? Half::kBfloat16 : type; }
+constexpr Type half_of(Type type) { return type == Type::kE4m3 ? Type::kBfloat16 : type; }
 
-template <Half kType, int kTransposedA, int kTransposedB>
+template <Type kType, int kTransposedA, int kTransposedB>
 __device__ __forceinline__ void wgmma(float (&d)[32], uint64_t a, uint64_t b, int keep) {
-  if constexpr (kType == Half::kBfloat16) {
+  if constexpr (kType == Type::kBfloat16) {
     PK_WGMMA(64, "bf16", PK_D0, 32, 33, 34, 35, 36, PK_R32(d, 0));
-  } else if constexpr (kType == Half::kE4m3) {
+  } else if constexpr (kType == Type::kE4m3) {
     PK_WGMMA_E4M3(64, PK_D0, 32, 33, 34, PK_R32(d, 0));
   } else {
     PK_WGMMA(64, "f16", PK_D0, 32, 33, 34, 35, 36, PK_R32(d, 0));
   }
 }
 
-template <Half kType, int kTransposedA, int kTransposedB>
+template <Type kType, int kTransposedA, int kTransposedB>
 __device__ __forceinline__ void wgmma(float (&d)[64], uint64_t a, uint64_t b, int keep) {
-  if constexpr (kType == Half::kBfloat16) {
+  if constexpr (kType == Type::kBfloat16) {
     PK_WGMMA(128, "bf16", PK_D0 ", " PK_D32, 64, 65, 66, 67, 68, PK_R64(d, 0));
-  } else if constexpr (kType == Half::kE4m3) {
+  } else if constexpr (kType == Type::kE4m3) {
     PK_WGMMA_E4M3(128, PK_D0 ", " PK_D32, 64, 65, 66, PK_R64(d, 0));
   } else {
     PK_WGMMA(128, "f16", PK_D0 ", " PK_D32, 64, 65, 66, 67, 68, PK_R64(d, 0));
   }
 }
 
-template <Half kType, int kTransposedA, int kTransposedB>
+template <Type kType, int kTransposedA, int kTransposedB>
 __device__ __forceinline__ void wgmma(float (&d)[128], uint64_t a, uint64_t b, int keep) {
-  static_assert(kType != Half::kE4m3);  // a second accumulator of this size has no registers
-  if constexpr (kType == Half::kBfloat16) {
+  static_assert(kType != Type::kE4m3);  // a second accumulator of this size has no registers
+  if constexpr (kType == Type::kBfloat16) {
     PK_WGMMA(256, "bf16", PK_D0 ", " PK_D32 ", " PK_D64, 128, 129, 130, 131, 132, PK_R64(d, 0),
              PK_R64(d, 64));
   } else {

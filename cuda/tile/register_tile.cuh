@@ -62,9 +62,9 @@ struct Strip {
   }
 };
 
-template <ptx::Half kType>
+template <ptx::Type kType>
 __device__ __forceinline__ uint32_t pack(float first, float second) {
-  if constexpr (kType == ptx::Half::kBfloat16) {
+  if constexpr (kType == ptx::Type::kBfloat16) {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
     return reinterpret_cast<const uint32_t&>(pair);
   } else {
@@ -73,9 +73,9 @@ __device__ __forceinline__ uint32_t pack(float first, float second) {
   }
 }
 
-template <ptx::Half kType>
+template <ptx::Type kType>
 __device__ __forceinline__ float2 unpack(uint32_t pair) {
-  if constexpr (kType == ptx::Half::kBfloat16) {
+  if constexpr (kType == ptx::Type::kBfloat16) {
     return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
   } else {
     return __half22float2(reinterpret_cast<const __half2&>(pair));
@@ -83,7 +83,7 @@ __device__ __forceinline__ float2 unpack(uint32_t pair) {
 }
 
 // The same tile rounded to 16 bits, two neighbours of a row in a register.
-template <ptx::Half kType, int kCols>
+template <ptx::Type kType, int kCols>
 struct RoundedTile {
   uint32_t value[kCols / 4];
 
