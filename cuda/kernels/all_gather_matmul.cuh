@@ -1,5 +1,4 @@
-// The kernel of all_gather_matmul: the main loop of matmul.cuh, whose rows of A come from all
-// ranks.
+// The kernel of all_gather_matmul: the main loop of matmul.cuh, with rows of A from all ranks.
 //
 //   communicators   pieces of x into the peers' `gathered`, with flags      (gather_push.cuh)
 //   the others      watcher     own rows | own rows | flags of the next rank's rows | ...
@@ -99,6 +98,7 @@ __global__ void __launch_bounds__(Shape::Crew::kThreads, Shape::Crew::kMinBlocks
   __shared__ uint32_t arrived;
   auto& shared = set_up<Product>(memory, args.product);
   if (threadIdx.x == 0) arrived = 0;
+  if (threadIdx.x == 64) ptx::prefetch_tensor_map(&args.own);
   const Waiter waiter{comm, Op::kAllGatherMatmul, args.channel};
   Channel& channel = channel_of(waiter);
   const uint32_t epoch = this_epoch(channel);
