@@ -123,7 +123,7 @@ def test_further_weights_follow(can_run, mesh_of, lowered, calls):
         ("scatter", {"tile": (128, 128)}, None, "tiles of"),
         ("reduce", {"num_comm_sms": 4}, None, "every SM sends"),
         ("scatter", {"reduce_dtype": "float32"}, None, "one for all"),
-        ("gather", {}, ((2, 16, 32), (32, 48)), "in one piece"),
+        ("scatter", {}, ((2, 16, 32), (32, 48)), "the rows of one matrix"),
     ],
 )
 def test_why_not_one_kernel(name, config, sizes, reason, can_run, calls_of):

@@ -1,7 +1,6 @@
 """Products with a collective in one kernel: where it can run, what it should cost, and its call.
 
-A candidate of `collective_matmul.py`, beside the composition of `unfused.py`. The kernels take
-matrices, so a dimension in front of the gathered or scattered rows must be 1.
+A candidate of `collective_matmul.py`, beside the composition of `unfused.py`.
 """
 
 import functools
@@ -54,16 +53,16 @@ def find(ctx: Any, op: str, params: dict[str, Any]) -> Fused | str:
         return reason
     record = hardware.lookup(devices[0].device_kind if devices else None)
     num_sms = _selection.num_sms(devices) or record.num_sms
-    outer, rows, k = x.shape
-    sizes = _Sizes(outer * rows, k, [_width(w, params) for w in ctx.avals_in[1:]], len(groups[0]))
+    sizes = _Sizes(*x.shape, [_width(w, params) for w in ctx.avals_in[1:]], len(groups[0]))
     if op == GATHER:
         return _gather(groups, params, record, num_sms, sizes)
     return _sum(op, groups, params, record, num_sms, sizes)
 
 
 class _Sizes(NamedTuple):
-    """Rows of x, its columns, the columns of each w, and the ranks."""
+    """Those of x, the columns of each w, and the ranks."""
 
+    outer: int
     m: int
     k: int
     widths: list[int]
@@ -80,11 +79,6 @@ def _why_not(ctx: Any, op: str, params: dict[str, Any]) -> str | None:
     if any(0 in aval.shape for aval in (*ctx.avals_in, *ctx.avals_out)):
         return f"the fused {op} takes no empty arrays"
     outer, rows, k = x.shape
-    if outer > 1 and op != REDUCE:
-        return (
-            f"the fused {op} takes rows that lie in one piece, and here {outer} pieces of {rows} "
-            "are in front of one another; make the gathered or scattered dimension the first"
-        )
     for w in others:
         if w.dtype != x.dtype:
             return _selection.why_mixed(op, x.dtype, w.dtype, params["dtype"])
@@ -93,7 +87,12 @@ def _why_not(ctx: Any, op: str, params: dict[str, Any]) -> str | None:
         if dtype not in (x.dtype, np.dtype("float32")):
             return _selection.why_mixed(op, x.dtype, x.dtype, dtype)
         widths = [_width(w, params) for w in others]
-        return all_gather_matmul_call.why_not(rows, k, widths, params["axis_size"])
+        return all_gather_matmul_call.why_not(outer, rows, k, widths, params["axis_size"])
+    if outer > 1 and op != REDUCE:
+        return (
+            f"the fused {op} cuts the rows of one matrix, and x has {outer} in front of them; make "
+            "the scattered dimension the first"
+        )
     if len(others) > 1:
         return f"the fused {op} adds up one product, not {(len(others) + 1) // 2}"
     dtypes = (x.dtype, params["wire"], dtype)
@@ -110,7 +109,7 @@ def _gather(
     num_sms: int,
     sizes: _Sizes,
 ) -> Fused | str:
-    m, k, widths, ranks = sizes
+    outer, m, k, widths, ranks = sizes
     config = params["config"]
     tiles = [(tile.rows, tile.cols) for tile in all_gather_matmul_model.TILES]
     if config.tile not in (None, *tiles):
@@ -124,19 +123,23 @@ def _gather(
         max(widths),
         k,
         ranks,
+        outer=outer,
         own_rows=True,
         num_sms=num_sms,
         tile=config.tile,
         num_comm_blocks=0 if intra_sm else num_comm,
         least_comm_blocks=int(config.schedule == "inter_sm"),
     )
-    products = [matmul_model.choose(ranks * m, p, k, num_sms).seconds for p in widths]
-    num_bytes = m * k * _ITEMSIZE
-    gather = cost_model.choose(record, cost_model.Work("all_gather", num_bytes, ranks, num_bytes))
+    rows = outer * ranks * m
+    products = [matmul_model.choose(rows, p, k, num_sms).seconds for p in widths]
+    num_bytes = outer * m * k * _ITEMSIZE
+    gather = cost_model.choose(
+        record, cost_model.Work("all_gather", num_bytes, ranks, num_bytes // outer)
+    )
 
     def call(x: Any, *ws: Any, site: Any) -> list[Any]:
         gathered, ys = all_gather_matmul_call.call(
-            x[0],
+            x,
             ws,
             site=site,
             plan=plan,
@@ -144,7 +147,7 @@ def _gather(
             dtype=params["dtype"],
             num_sms=num_sms,
         )
-        return [y[None] for y in (gathered, *ys)]
+        return [gathered, *ys]
 
     seconds = plan.seconds + sum(products) - max(products)
     return Fused(seconds, gather.seconds + sum(products), _rule(call, groups, several=True))
@@ -158,7 +161,7 @@ def _sum(
     num_sms: int,
     sizes: _Sizes,
 ) -> Fused | str:
-    m, k, (p,), ranks = sizes
+    m, k, (p,), ranks = sizes.outer * sizes.m, sizes.k, sizes.widths, sizes.ranks
     config, all_reduce = params["config"], op == REDUCE
     tile = (matmul_reduce_model.TILE.rows, matmul_reduce_model.TILE.cols)
     if config.tile not in (None, tile):
