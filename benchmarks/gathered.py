@@ -31,8 +31,8 @@ from pk_jax._tuning.fused_cases import GatherCase
 OP = "all_gather_matmul"
 # What does less than the op: rows that are gathered already.
 ALONE = ("xla_dot", "pk_dot")
-# Blocks that push, tried beside what the model chooses.
-FORCED = (2, 4, 8, 12, 16, 24)
+# Tiles, and blocks that push and do nothing else (0: all push), beside what the model chooses.
+FORCED = {(128, 256): (0, 2, 4, 8, 16), (128, 128): (0, 4, 16)}
 
 Way = Callable[[Any, Any], Any]
 
@@ -107,9 +107,9 @@ def plans_of(mesh: Mesh, case: GatherCase) -> list[model.Plan]:
     sizes = (kind, case.m // mesh.size, case.p, case.k, mesh.size)
     best = model.choose(*sizes)
     others = [
-        model.choose(*sizes, tile=(tile.rows, tile.cols), num_comm_blocks=number)
-        for tile in model.TILES
-        for number in FORCED
+        model.choose(*sizes, tile=tile, num_comm_blocks=number)
+        for tile, numbers in FORCED.items()
+        for number in numbers
     ]
     return [best, *(plan for plan in others if plan != best)]
 

@@ -30,7 +30,7 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(ffi::Dictionary attributes) 
     site.tiling.tile = matmul_tile_from(attribute<std::string_view>(attributes, "tile"));
     site.tiling.num_blocks = site.plan.num_blocks;
     site.tiling.num_comm_blocks =
-        static_cast<int>(integer(attributes, "num_comm_blocks", 1, kMaxBlocks));
+        static_cast<int>(integer(attributes, "num_comm_blocks", 0, kMaxBlocks));
   };
   return make_site<AllGatherMatmulSite>("all_gather_matmul", attributes, decode);
 }

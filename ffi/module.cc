@@ -317,10 +317,10 @@ NB_MODULE(_ffi, m) {
   m.def(
       "gather_walk",
       [](int part_rows, int row_bytes, int rank, int num_ranks, int num_n, int num_blocks,
-         int tile_rows, int band_rows) {
+         int tile_rows, int band_rows, bool small_pieces) {
         const pk::MatmulWalk tiles{0, num_n, 1, num_blocks, 0, 1, band_rows, 0};
         const auto pieces = pk::GatherPieces::make(int64_t{part_rows} * row_bytes, rank, num_ranks,
-                                                   pk::tile_flags(num_ranks));
+                                                   small_pieces, pk::tile_flags(num_ranks));
         std::vector<std::array<int, 2>> sent;
         for (int i = 0; i < pieces.num_sent(); ++i)
           sent.push_back({pieces.sent(i).to, pieces.sent(i).piece});
@@ -331,7 +331,7 @@ NB_MODULE(_ffi, m) {
       },
       nb::arg("part_rows"), nb::arg("row_bytes"), nb::arg("rank"), nb::arg("num_ranks"),
       nb::arg("num_n"), nb::arg("num_blocks"), nb::arg("tile_rows") = 128,
-      nb::arg("band_rows") = 16,
+      nb::arg("band_rows") = 16, nb::arg("small_pieces") = false,
       "A rank's share of all_gather_matmul: (first row, end, column, own, pieces waited for) of "
       "each block's tiles; (to, piece) of what is sent, in order; bytes of a piece.");
   m.def(

@@ -66,11 +66,12 @@ def test_a_tile_waits_for_the_pieces_of_its_rows(ffi, n, part):
 
 
 @pytest.mark.parametrize("n", (1, 2, 3, 8))
-@pytest.mark.parametrize("part", (*PARTS, (1 << 20, 32768)), ids=str)
-def test_each_peer_gets_each_piece_once_and_the_next_to_use_them_is_first(ffi, n, part):
+@pytest.mark.parametrize("part", (*PARTS, (1 << 19, 32768)), ids=str)
+@pytest.mark.parametrize("small", (False, True))
+def test_each_peer_gets_each_piece_once_and_the_next_to_use_them_is_first(ffi, n, part, small):
     rows, row_bytes = part
     for rank in range(n):
-        _, sent, piece_bytes = ffi.gather_walk(rows, row_bytes, rank, n, 1, 1)
+        _, sent, piece_bytes = ffi.gather_walk(rows, row_bytes, rank, n, 1, 1, small_pieces=small)
         pieces = -(-rows * row_bytes // piece_bytes)
         assert pieces <= 16384 // n  # flags
         order = [(rank - turn) % n for turn in range(1, n)]
@@ -83,7 +84,10 @@ def test_every_piece_that_comes_is_waited_for(ffi):
     for _ in range(50):
         n, rows = rng.randint(2, 8), rng.randint(1, 600)
         row_bytes, blocks = 16 * rng.randint(1, 400), rng.randint(1, 20)
-        walks = _walks(ffi, n, rows, row_bytes, rng.randint(1, 4), blocks, rng.choice((64, 128)))
+        walks = _walks(
+            *(ffi, n, rows, row_bytes, rng.randint(1, 4), blocks, rng.choice((64, 128))),
+            small_pieces=rng.random() < 0.5,
+        )
         for rank, (tiles, _, _) in enumerate(walks):
             waited = {
                 (source, piece)

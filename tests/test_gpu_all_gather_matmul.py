@@ -118,6 +118,7 @@ def _run(
 def test_values(ranks, shape, tile):
     _run(ranks, shape, tile=tile)
     _run(ranks, shape, tile=tile, transpose_w=True, own_rows=False, comm=1, seed=1)
+    _run(ranks, shape, tile=tile, comm=0, seed=2)
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
@@ -136,23 +137,26 @@ def test_types(ranks, dtype, transpose_w):
 
 
 def test_any_number_of_blocks(ranks):
-    """Two blocks, one of which pushes, or another number on each rank."""
+    """Two blocks, one of which pushes, or another number on each rank; or one that does both."""
     for blocks in ((2,), (3,), (7, 2, 5)):
         _run(ranks, (200, 320, 700), *blocks, comm=1)
+        _run(ranks, (200, 320, 700), *blocks, comm=0)
+    _run(ranks, (200, 320, 700), 1, comm=0)
     _run(ranks, (500, 320, 700), 9, comm=8)
     _run(ranks, (1, 8, 300), 9, comm=8)  # fewer pieces than communicators
 
 
 def test_many_pieces(ranks):
     """Parts of many flags, and tiles that wait for more flags than a warp has lanes."""
-    _run(ranks, (1000, 4096, 256), comm=3, calls=2)
-    _run(ranks, (40, 65536, 64), comm=3, calls=2, tile="128x128")
+    for comm in (0, 3):
+        _run(ranks, (1000, 4096, 256), comm=comm, calls=2)
+        _run(ranks, (40, 65536, 64), comm=comm, calls=2, tile="128x128")
 
 
 def test_reruns_are_bit_equal(ranks):
     first = _run(ranks, (333, 768, 520), comm=3, seed=5)
-    for _ in range(3):
-        np.testing.assert_array_equal(first, _run(ranks, (333, 768, 520), comm=3, seed=5))
+    for comm in (3, 3, 2, 0, 0):  # however the rows come
+        np.testing.assert_array_equal(first, _run(ranks, (333, 768, 520), comm=comm, seed=5))
 
 
 def test_shares_a_channel_with_other_ops(ranks):
@@ -160,7 +164,7 @@ def test_shares_a_channel_with_other_ops(ranks):
     n, rng = ranks.num_ranks, np.random.default_rng(2)
     for seed in range(6):
         shape = tuple(int(i) for i in rng.integers(1, 400, 3))
-        _run(ranks, shape, comm=int(rng.integers(1, 4)), seed=seed, channel=3)
+        _run(ranks, shape, comm=int(rng.integers(0, 4)), seed=seed, channel=3)
         operands = rng.integers(0, 256, (2, n, 4096), dtype=np.uint8)
         results = np.zeros((2, n, n * 4096), np.uint8)
         for path in (("register", "ll"), ("tma", "simple")):
@@ -208,10 +212,10 @@ def _site(channel=0):
     }
 
 
-def _fused(x, weights, *, channel=0, dtype=jnp.bfloat16, **kwargs):
+def _fused(x, weights, *, channel=0, dtype=jnp.bfloat16, comm=None, **kwargs):
     (m, k), p = x.shape, max(w.shape[1] for w in weights)
     hardware = lookup(jax.devices("cuda")[0].device_kind)
-    plan = model.choose(hardware, m, p, k, 2)
+    plan = model.choose(hardware, m, p, k, 2, num_comm_blocks=comm)
     return call(
         x,
         weights,
@@ -235,12 +239,13 @@ def _close(got, x, w, limit=ROUNDED):
 
 
 @pytest.mark.needs_gpus(2)
+@pytest.mark.parametrize("comm", (0, 4))
 @pytest.mark.parametrize("shape", ((512, 1024, 768), (300, 200, 132), (4096, 2048, 1536)), ids=str)
-def test_two_gpus(shape):
+def test_two_gpus(shape, comm):
     m, k, p = shape
 
     def f(x, w):
-        gathered, (y,) = _fused(x, [w])
+        gathered, (y,) = _fused(x, [w], comm=comm)
         return gathered[None], y
 
     mesh, program = _on_two_gpus(f, (P("x"), P(None, "x")), (P("x"), P(None, "x")))
@@ -270,13 +275,14 @@ def test_two_weights():
 
 
 @pytest.mark.needs_gpus(2)
-def test_repeated_in_a_scan():
+@pytest.mark.parametrize("comm", (0, 4))
+def test_repeated_in_a_scan(comm):
     """The body of a scan is captured into a graph and replayed; two call sites in it."""
 
     def f(x, w, back):
         def step(x, _):
-            _, (y,) = _fused(x, [w], channel=1)
-            _, (z,) = _fused(y[: x.shape[0]], [back], channel=2, own_rows=False)
+            _, (y,) = _fused(x, [w], channel=1, comm=comm)
+            _, (z,) = _fused(y[: x.shape[0]], [back], channel=2, comm=comm, own_rows=False)
             x = z[: x.shape[0]] / jnp.bfloat16(256)
             return x, x.astype(jnp.float32).sum()
 

@@ -1,7 +1,7 @@
 """compute-sanitizer over small cases of every path: no stray access, no shared-memory race.
 
-Each run is a process of its own: collectives on virtual ranks, so that the tool sees our kernels
-and no others; products by XLA, every buffer an allocation of its own.
+Each run is a process of its own: collectives and fused ops on virtual ranks, so that the tool sees
+our kernels and no others; products by XLA, every buffer an allocation of its own.
 """
 
 import os
@@ -113,7 +113,36 @@ PRODUCTS = """
 """
 
 
-PROGRAMS = {"collectives": COLLECTIVES, "products": PRODUCTS}
+FUSED = """
+    import numpy as np
+    from pk_jax import _ffi
+    ranks = _ffi.VirtualRanks(2, list(range(len(_ffi.topology()["devices"]))), 120.0)
+    rng = np.random.default_rng(0)
+    as_bytes = lambda x: np.ascontiguousarray(x).view(np.uint8).reshape(2, 2, -1)
+    for m, k, p, tile, comm, turned, own in (
+        (200, 264, 520, "128x256", 3, False, True),
+        (130, 72, 264, "128x128", 3, True, False),
+        (130, 264, 264, "128x128", 0, False, True),
+        (3, 8, 8, "128x128", 3, False, True),
+    ):
+        x = rng.normal(size=(2, 2, m, k)).astype(np.float16)  # [call, rank, ...]
+        w = rng.normal(size=(2, 2, k, p)).astype(np.float16)
+        operands = np.concatenate([as_bytes(x), as_bytes(w.swapaxes(2, 3) if turned else w)], 2)
+        results = np.full((2, 2, 4 * m * (k + p)), 0xFF, np.uint8)
+        ranks.all_gather_matmul(
+            operands, results, [("tma", "simple", [])], m, k, p, tile, comm, turned, "float16",
+            own_rows=own,
+        )
+        y = results[..., 4 * m * k :].view(np.float16).reshape(2, 2, 2 * m, p)
+        rows = x.reshape(2, 1, 2 * m, k).astype(np.float32)
+        want = rows @ w.astype(np.float32)
+        error = np.linalg.norm(y - want) / np.linalg.norm(want)
+        assert error < 1e-3, (m, k, p, error)
+    print("values are right")
+"""
+
+
+PROGRAMS = {"collectives": COLLECTIVES, "products": PRODUCTS, "fused": FUSED}
 
 
 def _run(program, tool, *options):

@@ -28,19 +28,20 @@ cudaError_t launch_all_gather_matmul(const CommView& comm, const AllGatherMatmul
   const int n = comm.num_ranks;
   const bool has_tile = plan.tile == MatmulTile::k128x256 || plan.tile == MatmulTile::k128x128;
   if (in.m <= 0 || in.k <= 0 || in.p <= 0 || in.m * n > kMostSize || in.k > kMostSize ||
-      in.p > kMostSize || !has_tile || plan.num_blocks < 2 || plan.num_blocks > kMaxBlocks ||
-      plan.num_comm_blocks < 1 || plan.num_comm_blocks >= plan.num_blocks)
+      in.p > kMostSize || !has_tile || plan.num_blocks < 1 || plan.num_blocks > kMaxBlocks ||
+      plan.num_comm_blocks < 0 || plan.num_comm_blocks >= plan.num_blocks ||
+      in.m * in.pitch_x / 8 > kMostSize)
     return cudaErrorInvalidValue;
   const GatherInstance instance = instance_of(plan.tile, in.bfloat16, in.transpose_w);
   GatherArgs args{};
-  args.x = static_cast<const char*>(in.x);
-  args.gathered = in.gathered;
   args.row_bytes = in.pitch_x * 2;
   args.channel = in.channel;
   args.own_rows = in.own_rows;
-  args.pieces = GatherPieces::make(in.m * args.row_bytes, comm.rank, n, tile_flags(n));
+  const auto pieces = GatherPieces::make(in.m * args.row_bytes, comm.rank, n,
+                                         plan.num_comm_blocks == 0, tile_flags(n));
+  args.push = {static_cast<const char*>(in.x), in.gathered, pieces};
   // Each has pieces for every peer: the entry rests on that.
-  args.num_communicators = n == 1 ? 0 : std::min(plan.num_comm_blocks, args.pieces.num_pieces);
+  args.num_communicators = n == 1 ? 0 : std::min(plan.num_comm_blocks, pieces.num_pieces);
 
   MatmulWalk tiles{};
   tiles.num_n = ceil_div(in.p, instance.tile_n);

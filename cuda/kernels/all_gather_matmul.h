@@ -1,6 +1,7 @@
 // all_gather_matmul: gathered[n m, k] = the x[m, k] of all n ranks one under the other, and
 // y[n m, p] = gathered w[k, p], of bfloat16 or float16, accumulated in fp32. One kernel: a few
-// blocks push x into the peers' gathered matrices while the others multiply.
+// blocks, or a warp of every block, push x into the peers' gathered matrices while the others
+// multiply.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -60,23 +60,20 @@ __device__ __forceinline__ void store_tile(const PeerTensor& destination, const 
   }
 }
 
-// One of `num_warps` warps copies its share of `bytes` within this GPU, whole vectors of 16.
-__device__ __forceinline__ void copy_share(char* to, const char* from, int64_t bytes, int64_t warp,
-                                           int64_t num_warps) {
-  constexpr int kUnroll = 4;
-  constexpr int64_t kPiece = kUnroll * 32 * sizeof(uint4);
-  for (int64_t piece = warp * kPiece; piece < bytes; piece += num_warps * kPiece) {
-    const int64_t first = piece + threadIdx.x % 32 * sizeof(uint4);
+// One of `num_warps` warps: its share of `count` vectors, to one place. Few registers.
+__device__ __forceinline__ void copy_share(uint4* to, const uint4* from, uint32_t count,
+                                           uint32_t warp, uint32_t num_warps) {
+  constexpr uint32_t kUnroll = 2, kPiece = 32 * kUnroll;
+#pragma unroll 1
+  for (uint32_t i = warp * kPiece + threadIdx.x % 32; i < count; i += num_warps * kPiece) {
     uint4 value[kUnroll];
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int64_t at = first + u * 32 * sizeof(uint4);
-      if (at < bytes) value[u] = *reinterpret_cast<const uint4*>(from + at);
+    for (uint32_t u = 0; u < kUnroll; ++u) {
+      if (i + 32 * u < count) value[u] = from[i + 32 * u];
     }
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int64_t at = first + u * 32 * sizeof(uint4);
-      if (at < bytes) *reinterpret_cast<uint4*>(to + at) = value[u];
+    for (uint32_t u = 0; u < kUnroll; ++u) {
+      if (i + 32 * u < count) to[i + 32 * u] = value[u];
     }
   }
 }

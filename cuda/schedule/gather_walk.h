@@ -9,8 +9,8 @@
 // the gathered matrix; all rows before them, and all behind them, are cut regardless of whose they
 // are, and a tile may wait for several ranks.
 //
-// What a rank sends is cut into pieces with a flag each (tile_flags.cuh). They are dealt out to the
-// communicators in turn, so that all work on the rows that come next.
+// What a rank sends is cut into pieces with a flag each (gather_push.cuh), which are dealt out in
+// turn, so that all who push work on the rows that come next.
 #pragma once
 
 #include <cstdint>
@@ -91,7 +91,7 @@ struct GatherWalk {
   }
 };
 
-// What a rank's communicators send: its part, in pieces, to the peer that uses it first, then to
+// What a rank sends: its part, in pieces, to the peer that uses it first, then to
 // the next one, ...
 struct GatherPieces {
   int64_t part_bytes;
@@ -100,17 +100,21 @@ struct GatherPieces {
   int rank, num_ranks;
 
   static constexpr int kLeastShift = 14;  // a stage of the communicators' rings
-  static constexpr int kMostShift = 18;   // unless there would be too many
+  static constexpr int kMostShift = 18;
 
-  PK_HOST_DEVICE static GatherPieces make(int64_t part_bytes, int rank, int num_ranks,
+  // `small`: for warps that push by themselves. No more than `most_pieces`, however large they are.
+  PK_HOST_DEVICE static GatherPieces make(int64_t part_bytes, int rank, int num_ranks, bool small,
                                           int most_pieces) {
     constexpr int kWanted = 64;
+    const int most = small ? kLeastShift : kMostShift;
     GatherPieces pieces{part_bytes, kLeastShift, 0, rank, num_ranks};
-    while ((pieces.shift < kMostShift && pieces.count() > kWanted) || pieces.count() > most_pieces)
+    while ((pieces.shift < most && pieces.count() > kWanted) || pieces.count() > most_pieces)
       ++pieces.shift;
     pieces.num_pieces = static_cast<int>(pieces.count());
     return pieces;
   }
+
+  PK_HOST_DEVICE int64_t first(int piece) const { return int64_t{piece} << shift; }
 
   // The piece that has a byte of the part.
   PK_HOST_DEVICE int at(int64_t byte) const { return static_cast<int>(byte >> shift); }

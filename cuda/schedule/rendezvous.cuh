@@ -86,6 +86,49 @@ struct EveryPeer {
   __device__ __forceinline__ bool operator()(int /*peer*/) const { return true; }
 };
 
+// Threads `thread` of `num_threads`: tell the peers where `mine` are.
+template <int kCount>
+__device__ __forceinline__ void invite(const Waiter& waiter, const Published (&mine)[kCount],
+                                       uint32_t epoch, int thread, int num_threads) {
+  static_assert(kCount <= kPublished);
+  const CommView& comm = waiter.comm;
+  const uint64_t tag = static_cast<uint64_t>(epoch) << 32;
+#pragma unroll 1
+  for (int peer = thread; peer < comm.num_ranks; peer += num_threads) {
+    if (peer == comm.rank) continue;
+    ulonglong2* box = signal_page(comm, peer).channels[waiter.channel].invitation[comm.rank];
+#pragma unroll
+    for (int b = 0; b < kCount; ++b) {
+      // Each half carries its epoch, so the words need no release between them; they pair with the
+      // poll in wait_invitation() on the peer. What they say ("my earlier kernels are done with
+      // this buffer") was made true by stream order before this kernel began.
+      const Invitation invitation(mine[b].offset, gridDim.x);
+      ptx::st_relaxed_sys(&box[b], ulonglong2{tag | (invitation.word & 0xffffffffu),
+                                              tag | (invitation.word >> 32)});
+    }
+  }
+}
+
+// One thread: the peer's invitation to its buffer `b` in this epoch.
+__device__ __forceinline__ Invitation wait_invitation(const Waiter& waiter, int peer, int b,
+                                                      uint32_t epoch) {
+  const ulonglong2* box = &channel_of(waiter).invitation[peer][b];
+  ulonglong2 halves;
+  wait_until(waiter, Slot::kInvitation, peer, epoch, [&](uint32_t& seen) {
+    halves = ptx::ld_acquire_sys(box);
+    seen = static_cast<uint32_t>(halves.x >> 32);
+    return seen == epoch && static_cast<uint32_t>(halves.y >> 32) == epoch;
+  });
+  return Invitation((halves.y << 32) | (halves.x & 0xffffffffu));
+}
+
+// Where the buffer of an invitation is, seen from here.
+__device__ __forceinline__ char* address_of(const Waiter& waiter, int peer,
+                                            const Invitation& invitation) {
+  const SignalPage& page = signal_page(waiter.comm, waiter.comm.rank);
+  return reinterpret_cast<char*>(page.heap_base[peer] + invitation.offset());
+}
+
 // The team of every block. Invites the peers to `mine`, waits for theirs; returns the epoch of this
 // call. All ranks publish the same number of buffers. Of a peer that may end the call without
 // having heard from this block, the block must not wait for the invitation: the next one might
@@ -93,43 +136,21 @@ struct EveryPeer {
 template <typename Team = WholeBlock, int kCount, int kRanks, typename Expects = EveryPeer>
 __device__ __forceinline__ uint32_t enter(const Waiter& waiter, const Published (&mine)[kCount],
                                           GuestsUpTo<kRanks>& guests, Expects expects = {}) {
-  static_assert(kCount <= kPublished);
   const CommView& comm = waiter.comm;
-  const SignalPage& page = signal_page(comm, comm.rank);
-  Channel& channel = channel_of(waiter);
-  const uint32_t epoch = this_epoch(channel);
-  const uint64_t tag = static_cast<uint64_t>(epoch) << 32;
+  const uint32_t epoch = this_epoch(channel_of(waiter));
+  invite(waiter, mine, epoch, Team::index(), Team::size());
 #pragma unroll 1
   for (int peer = Team::index(); peer < comm.num_ranks; peer += Team::size()) {
-    ulonglong2* box = signal_page(comm, peer).channels[waiter.channel].invitation[comm.rank];
+    if (peer == comm.rank) {
 #pragma unroll
-    for (int b = 0; b < kCount; ++b) {
-      if (peer == comm.rank) {
-        guests.address[b][peer] = mine[b].address;
-        continue;
-      }
-      // Each half carries its epoch, so the words need no release between them; they pair with the
-      // poll below on the peer. What they say ("my earlier kernels are done with this buffer") was
-      // made true by stream order before this kernel began.
-      const Invitation invitation(mine[b].offset, gridDim.x);
-      ptx::st_relaxed_sys(&box[b], ulonglong2{tag | (invitation.word & 0xffffffffu),
-                                              tag | (invitation.word >> 32)});
+      for (int b = 0; b < kCount; ++b) guests.address[b][peer] = mine[b].address;
+      continue;
     }
-  }
-#pragma unroll 1
-  for (int peer = Team::index(); peer < comm.num_ranks; peer += Team::size()) {
-    if (peer == comm.rank || !expects(peer)) continue;
-    const ulonglong2* box = channel.invitation[peer];
+    if (!expects(peer)) continue;
 #pragma unroll 1
     for (int b = 0; b < kCount; ++b) {
-      ulonglong2 halves;
-      wait_until(waiter, Slot::kInvitation, peer, epoch, [&](uint32_t& seen) {
-        halves = ptx::ld_acquire_sys(&box[b]);
-        seen = static_cast<uint32_t>(halves.x >> 32);
-        return seen == epoch && static_cast<uint32_t>(halves.y >> 32) == epoch;
-      });
-      const Invitation theirs((halves.y << 32) | (halves.x & 0xffffffffu));
-      guests.address[b][peer] = reinterpret_cast<char*>(page.heap_base[peer] + theirs.offset());
+      const Invitation theirs = wait_invitation(waiter, peer, b, epoch);
+      guests.address[b][peer] = address_of(waiter, peer, theirs);
       guests.num_blocks[peer] = theirs.num_blocks();
     }
   }

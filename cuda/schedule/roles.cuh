@@ -5,6 +5,7 @@
 //                   warp 1           op.communicate()        what goes between GPUs, if anything
 //                   warp 2           op.store()              shared -> global or peer, if not the
 //                                                            consumers do that
+//                   warps 2 and 3    op.copy(0), op.copy(1)  or: by registers, what else there is
 //
 // Registers go from the movers, who need few, to the consumers, whose accumulators fill them.
 #pragma once
@@ -57,6 +58,9 @@ struct Roles {
     }
     if constexpr (requires { op.store(); }) {
       if (warp == 2) op.store();
+    }
+    if constexpr (requires { op.copy(0); }) {
+      if (warp >= 2) op.copy(warp - 2);
     }
   }
 };

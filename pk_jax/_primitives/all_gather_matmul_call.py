@@ -73,6 +73,9 @@ def why_not(m: int, k: int, widths: Sequence[int], num_ranks: int) -> str | None
     largest = max(num_ranks * m, k, *widths)
     if largest > MOST_SIZE:
         return f"a dimension of {largest} elements; the kernel counts to {MOST_SIZE}"
+    vectors = m * -(-k // ALIGNMENT)
+    if vectors > MOST_SIZE:
+        return f"{vectors} vectors of 16 bytes on a rank; the kernel counts to {MOST_SIZE}"
     return None
 
 

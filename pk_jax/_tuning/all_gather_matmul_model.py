@@ -16,10 +16,11 @@ from pk_jax._tuning.hardware import Curve, Hardware
 # The kernel has these alone.
 TILES = matmul_model.TILES[:2]
 
-COMM_BLOCKS = (1, 2, 4, 6, 8, 12, 16, 20, 24, 32)
+# Blocks that push and do nothing else; with none, two warps of every block push (intra-SM).
+COMM_BLOCKS = (0, 1, 2, 4, 6, 8, 12, 16, 20, 24, 32)
 
 BAND_ROWS = 2048  # of the result, cuda/kernels/all_gather_matmul.cu
-COPY_BANDWIDTH = 1.7e9  # bytes of own rows that one warp of an SM copies, beside all else
+COPY_BANDWIDTH = 1.2e9  # bytes that two warps of an SM copy or push, beside all else; a guess
 ENTRY_S = 3.5e-6  # before the first byte: the blocks' roles and the invitations
 PIECE_S = 4e-6  # from a byte's store to the use of its piece: acknowledgement, release, polls
 
@@ -31,7 +32,7 @@ class Plan:
     Attributes:
         tile: name of the tile.
         num_blocks: thread blocks, those that push among them.
-        num_comm_blocks: those that push.
+        num_comm_blocks: those that push and do nothing else; 0 if a part of every block pushes.
         seconds: the expected time.
     """
 
@@ -93,7 +94,7 @@ def choose(
         own_rows: as in candidates().
         num_sms: as in candidates().
         tile: (rows, columns) of the tile, if not any.
-        num_comm_blocks: blocks that push, if not any number.
+        num_comm_blocks: blocks that push and do nothing else, if not any number.
 
     Raises:
         ValueError: there is no such tile, or no SM is left that multiplies.
@@ -103,10 +104,10 @@ def choose(
     if not tiles:
         names = " or ".join(f"({each.rows}, {each.cols})" for each in TILES)
         raise ValueError(f"all_gather_matmul has tiles of {names}, not {tile}")
-    if num_comm_blocks is not None and not 1 <= num_comm_blocks < num_sms:
+    if num_comm_blocks is not None and not 0 <= num_comm_blocks < num_sms:
         raise ValueError(
-            f"all_gather_matmul: num_comm_sms={num_comm_blocks} must be at least 1 and leave some "
-            f"of {num_sms} SMs to multiply"
+            f"all_gather_matmul: num_comm_sms={num_comm_blocks} must leave some of {num_sms} SMs "
+            "to multiply"
         )
     numbers = COMM_BLOCKS if num_comm_blocks is None else (num_comm_blocks,)
     plans = [
@@ -128,9 +129,12 @@ def choose(
     )
 
 
-def push_bandwidth(hardware: Hardware, num_blocks: int) -> float:
-    """Bytes per second that so many SMs push to peers while the others multiply."""
-    return _interpolate(hardware.loaded_store_bandwidth["tma"], num_blocks)
+def push_bandwidth(hardware: Hardware, num_comm: int, num_sms: int) -> float:
+    """Bytes per second that `num_comm` of the SMs push to peers while the others multiply."""
+    curve = hardware.loaded_store_bandwidth["tma"]
+    if num_comm == 0:
+        return min(COPY_BANDWIDTH * num_sms, curve[-1][1])
+    return _interpolate(curve, num_comm)
 
 
 def _seconds(
@@ -149,7 +153,7 @@ def _seconds(
     flops = 2 * tile.rows * tile.cols * matmul_model.BLOCK_K
     tile_s = steps * flops / tile.flops + matmul_model.TILE_S
     num_n, workers = _ceil(p, tile.cols), num_sms - num_comm
-    sent_s = (num_ranks - 1) * part / push_bandwidth(hardware, num_comm)
+    sent_s = (num_ranks - 1) * part / push_bandwidth(hardware, num_comm, num_sms)
 
     # Rows of tiles in the order in which they are made, and when their last row is there. Of the
     # ranks the middle one stands for all.
@@ -165,7 +169,7 @@ def _seconds(
         wanted = arrival[rows[first : first + workers]]
         free[: len(wanted)] = np.maximum(free[: len(wanted)], wanted) + tile_s
     num_bytes = 2 * (num_ranks * m * (k + p) + k * p)
-    copied_s = own_rows * part / (COPY_BANDWIDTH * workers)
+    copied_s = own_rows * part / (COPY_BANDWIDTH * workers) + (sent_s if num_comm == 0 else 0)
     return matmul_model.LAUNCH_S + max(
         float(free.max()), copied_s, num_bytes / matmul_model.HBM_BANDWIDTH
     )
