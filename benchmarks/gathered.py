@@ -126,8 +126,8 @@ def ways(mesh: Mesh, case: GatherCase, plans: list[model.Plan]) -> dict[str, Way
     dot = functools.partial(jnp.matmul, preferred_element_type=products.DTYPE)
 
     def fused(x: Any, w: Any, plan: model.Plan) -> Any:
-        _, (y,) = all_gather_matmul_call.call(
-            x,
+        _, ((y,),) = all_gather_matmul_call.call(
+            x[None],
             [w],
             site=site,
             plan=plan,

@@ -14,7 +14,7 @@ namespace {
 namespace ffi = xla::ffi;
 
 struct AllGatherMatmulSite : CallSite {
-  int64_t m, k, p;
+  int64_t outer, m, k, p;
   bool transpose_w, own_rows;
   AllGatherMatmulPlan tiling;
 };
@@ -22,6 +22,7 @@ struct AllGatherMatmulSite : CallSite {
 ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(ffi::Dictionary attributes) {
   const auto decode = [&](AllGatherMatmulSite& site) {
     site.load = load_all_gather_matmul;
+    site.outer = integer(attributes, "outer", 1, INT32_MAX);
     site.m = integer(attributes, "m", 1, INT32_MAX);
     site.k = integer(attributes, "k", 1, INT32_MAX);
     site.p = integer(attributes, "p", 1, INT32_MAX);
@@ -35,7 +36,7 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(ffi::Dictionary attributes) 
   return make_site<AllGatherMatmulSite>("all_gather_matmul", attributes, decode);
 }
 
-// x, w -> gathered, y
+// x, w -> gathered, y; matrices, in which the dimensions `outer` and rows are one.
 ffi::Error execute(CallSite* call_site, cudaStream_t stream, int32_t device,
                    ffi::RemainingArgs operands, ffi::RemainingRets results) {
   return guarded("all_gather_matmul", [&] {
@@ -43,12 +44,13 @@ ffi::Error execute(CallSite* call_site, cudaStream_t stream, int32_t device,
     Communicator& communicator = site.communicator(device);
     const ffi::AnyBuffer x = operand(operands, 0), w = operand(operands, 1);
     const ffi::AnyBuffer gathered = result(results, 0), y = result(results, 1);
-    const int64_t rows = site.m * site.num_ranks();
+    const int64_t part_rows = site.outer * site.m, rows = part_rows * site.num_ranks();
     AllGatherMatmulOperands in{};
+    in.outer = site.outer;
     in.m = site.m;
     in.k = site.k;
     in.p = site.p;
-    in.pitch_x = pitch_of("x", x, in.m, in.k);
+    in.pitch_x = pitch_of("x", x, part_rows, in.k);
     in.pitch_w = site.transpose_w ? pitch_of("w", w, in.p, in.k) : pitch_of("w", w, in.k, in.p);
     in.pitch_y = pitch_of("the product", y, rows, in.p);
     if (pitch_of("the gathered matrix", gathered, rows, in.k) != in.pitch_x ||

@@ -121,6 +121,7 @@ nb::dict build_info() {
     ll_bytes.append(ranks == 0 ? 0 : pk::low_latency_bytes(ranks));
   limits["ll_bytes"] = ll_bytes;
   limits["blocks"] = pk::kMaxBlocks;
+  limits["tile_flags"] = pk::kTileFlags;
   limits["chunks"] = pk::kChunks;
   limits["chunk_bytes_min"] = pk::kLeastChunkBytes;
   limits["chunk_bytes_max"] = pk::kMostChunkBytes;
@@ -245,8 +246,9 @@ std::vector<std::vector<GatheredTile>> gathered_tiles(const pk::GatherWalk& walk
     for (auto part = parts.next(); part.num_steps > 0; part = parts.next()) {
       std::vector<std::array<int, 2>> waited;
       if (!part.own) {
-        walk.for_each_source(part, [&](int source, int first, int end) {
-          for (int i = pieces.at(first * row_bytes); i <= pieces.at(end * row_bytes - 1); ++i)
+        walk.for_each_source(part, [&](int source, int o, int first, int end) {
+          const int last = pieces.at(o, end * row_bytes - 1);
+          for (int i = pieces.at(o, first * row_bytes); i <= last; ++i)
             waited.push_back({source, i});
         });
       }
@@ -317,21 +319,22 @@ NB_MODULE(_ffi, m) {
   m.def(
       "gather_walk",
       [](int part_rows, int row_bytes, int rank, int num_ranks, int num_n, int num_blocks,
-         int tile_rows, int band_rows, bool small_pieces) {
+         int tile_rows, int band_rows, bool small_pieces, int outer) {
         const pk::MatmulWalk tiles{0, num_n, 1, num_blocks, 0, 1, band_rows, 0};
-        const auto pieces = pk::GatherPieces::make(int64_t{part_rows} * row_bytes, rank, num_ranks,
-                                                   small_pieces, pk::tile_flags(num_ranks));
+        const auto pieces =
+            pk::GatherPieces::make(outer, int64_t{part_rows} * row_bytes, rank, num_ranks,
+                                   small_pieces, pk::tile_flags(num_ranks));
         std::vector<std::array<int, 2>> sent;
         for (int i = 0; i < pieces.num_sent(); ++i)
           sent.push_back({pieces.sent(i).to, pieces.sent(i).piece});
-        return std::tuple(
-            gathered_tiles(pk::GatherWalk::make(tiles, part_rows, rank, num_ranks, tile_rows),
-                           pieces, row_bytes),
-            sent, int64_t{1} << pieces.shift);
+        return std::tuple(gathered_tiles(pk::GatherWalk::make(tiles, outer, part_rows, rank,
+                                                              num_ranks, tile_rows),
+                                         pieces, row_bytes),
+                          sent, int64_t{1} << pieces.shift);
       },
       nb::arg("part_rows"), nb::arg("row_bytes"), nb::arg("rank"), nb::arg("num_ranks"),
       nb::arg("num_n"), nb::arg("num_blocks"), nb::arg("tile_rows") = 128,
-      nb::arg("band_rows") = 16, nb::arg("small_pieces") = false,
+      nb::arg("band_rows") = 16, nb::arg("small_pieces") = false, nb::arg("outer") = 1,
       "A rank's share of all_gather_matmul: (first row, end, column, own, pieces waited for) of "
       "each block's tiles; (to, piece) of what is sent, in order; bytes of a piece.");
   m.def(

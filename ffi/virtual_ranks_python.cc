@@ -242,14 +242,15 @@ void ragged_all_to_all(const Run& run, int64_t row_bytes, int num_updates, bool 
   });
 }
 
-// The operand is x [m, k], then w; the result is the gathered x, then the product. Rows are padded
-// to 8 elements.
+// The operand is x [outer, m, k], then w; the result is the gathered x, then the product. Rows are
+// padded to 8 elements.
 void all_gather_matmul(const Run& run, int64_t m, int64_t k, int64_t p, const std::string& tile,
                        int num_comm_blocks, bool transpose_w, const std::string& dtype,
-                       bool float32_result, bool own_rows) {
+                       bool float32_result, bool own_rows, int64_t outer) {
   const auto padded = [](int64_t cols) { return (cols + 7) / 8 * 8; };
   const int n = run.ranks.num_ranks();
   AllGatherMatmulOperands shape{};
+  shape.outer = outer;
   shape.m = m;
   shape.k = k;
   shape.p = p;
@@ -261,10 +262,11 @@ void all_gather_matmul(const Run& run, int64_t m, int64_t k, int64_t p, const st
   shape.float32_result = float32_result;
   shape.own_rows = own_rows;
   shape.channel = run.channel;
-  const int64_t x_bytes = 2 * m * shape.pitch_x;
-  require(m > 0 && k > 0 && p > 0 && (shape.bfloat16 || dtype == "float16") &&
+  const int64_t x_bytes = 2 * outer * m * shape.pitch_x;
+  require(outer > 0 && m > 0 && k > 0 && p > 0 && (shape.bfloat16 || dtype == "float16") &&
           run.operand_bytes() == x_bytes + 2 * shape.pitch_w * (transpose_w ? p : k) &&
-          run.result_bytes() == n * (x_bytes + m * shape.pitch_y * (float32_result ? 4 : 2)));
+          run.result_bytes() ==
+              n * (x_bytes + outer * m * shape.pitch_y * (float32_result ? 4 : 2)));
   const MatmulTile shape_of_tile = matmul_tile_from(tile);
   run.ranks.load(load_all_gather_matmul);
   run.go(0, [&](Communicator& communicator, const Plan& plan, int,
@@ -324,13 +326,13 @@ void bind_virtual_ranks(nb::module_& module) {
   method(type, "ragged_all_to_all", &ragged_all_to_all,
          "Operands end with int32 input_offsets, send_sizes, output_offsets of num_updates each.",
          nb::arg("row_bytes"), nb::arg("num_updates"), nb::arg("checks") = false);
-  method(
-      type, "all_gather_matmul", &all_gather_matmul,
-      "Operands are x [m, k], then w [k, p], or [p, k] with transpose_w; results the gathered x, "
-      "then the product. Rows are padded to 8 elements.",
-      nb::arg("m"), nb::arg("k"), nb::arg("p"), nb::arg("tile"), nb::arg("num_comm_blocks"),
-      nb::arg("transpose_w") = false, nb::arg("dtype") = "bfloat16",
-      nb::arg("float32_result") = false, nb::arg("own_rows") = true);
+  method(type, "all_gather_matmul", &all_gather_matmul,
+         "Operands are x [outer, m, k], then w [k, p], or [p, k] with transpose_w; results the "
+         "gathered x, "
+         "then the product. Rows are padded to 8 elements.",
+         nb::arg("m"), nb::arg("k"), nb::arg("p"), nb::arg("tile"), nb::arg("num_comm_blocks"),
+         nb::arg("transpose_w") = false, nb::arg("dtype") = "bfloat16",
+         nb::arg("float32_result") = false, nb::arg("own_rows") = true, nb::arg("outer") = 1);
 }
 
 }  // namespace pk

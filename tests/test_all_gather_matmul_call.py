@@ -66,6 +66,14 @@ def test_more_ranks_more_rows_more_time():
     assert times == sorted(times)
 
 
+def test_several_matrices_cost_their_last_tiles():
+    """Rows of whole tiles cost the same in several matrices, others more."""
+    one, several = (_choose(8192 // outer, 4096, 4096, outer=outer).seconds for outer in (1, 8))
+    assert several == pytest.approx(one, rel=0.05)
+    one, several = (_choose(8000 // outer, 4096, 4096, outer=outer).seconds for outer in (1, 50))
+    assert several > 1.3 * one
+
+
 def test_own_rows_cost_no_less():
     for rows in (512, 8192):
         with_rows = _choose(rows, 512, 8192, own_rows=True).seconds
@@ -122,45 +130,48 @@ def _attribute(text, name):
 
 
 def test_attributes(mesh_of):
-    text, (gathered, (y,)) = _lowered(mesh_of, (24, 72), [(72, 80)])
+    text, (gathered, (y,)) = _lowered(mesh_of, (3, 8, 72), [(72, 80)])
     (line,) = [line for line in text.splitlines() if "@pk_jax_all_gather_matmul(" in line]
     wanted = {
-        **{"m": "24", "k": "72", "p": "80", "channel": "5", "group_size": "2"},
+        **{"outer": "3", "m": "8", "k": "72", "p": "80", "channel": "5", "group_size": "2"},
         **{"num_blocks": "100", "num_comm_blocks": "6", "tile": '"128x128"', "own_rows": "true"},
         **{"transpose_w": "false", "mechanism": '"tma"', "protocol": '"simple"'},
     }
     assert {name: _attribute(line, name) for name in wanted} == wanted
     assert "groups = dense<[0, 1, 2, 3]>" in line and "devices = dense<[0, 1, 2, 3]>" in line
-    assert (gathered.shape, y.shape, y.dtype) == ((48, 72), (48, 80), jnp.bfloat16)
+    assert "(tensor<24x72xbf16>, tensor<72x80xbf16>)" in line
+    assert (gathered.shape, y.shape, y.dtype) == ((3, 16, 72), (3, 16, 80), jnp.bfloat16)
 
 
 def test_rows_are_padded(mesh_of):
     """To whole 16 bytes, before and after the call."""
     text, (gathered, (y,)) = _lowered(
-        mesh_of, (5, 13), [(7, 13)], transpose_w=True, dtype=jnp.float32, own_rows=False
+        mesh_of, (1, 5, 13), [(7, 13)], transpose_w=True, dtype=jnp.float32, own_rows=False
     )
     (line,) = [line for line in text.splitlines() if "@pk_jax_all_gather_matmul(" in line]
     assert "(tensor<5x16xbf16>, tensor<7x16xbf16>)" in line
     assert "(tensor<10x16xbf16>, tensor<10x8xf32>)" in line
     assert (_attribute(line, "k"), _attribute(line, "p")) == ("13", "7")
     assert (_attribute(line, "transpose_w"), _attribute(line, "own_rows")) == ("true", "false")
-    assert (gathered.shape, y.shape, y.dtype) == ((10, 13), (10, 7), jnp.float32)
+    assert (gathered.shape, y.shape, y.dtype) == ((1, 10, 13), (1, 10, 7), jnp.float32)
 
 
 def test_the_widest_of_several_weights_is_fused(mesh_of):
     """The others follow on the gathered matrix, which must then be whole."""
     weights = [(64, 32), (64, 96), (64, 8)]
-    text, (_, products) = _lowered(mesh_of, (16, 64), weights, own_rows=False)
+    text, (_, products) = _lowered(mesh_of, (2, 8, 64), weights, own_rows=False)
     (fused,) = [line for line in text.splitlines() if "@pk_jax_all_gather_matmul(" in line]
     assert (_attribute(fused, "p"), _attribute(fused, "own_rows")) == ("96", "true")
     others = [line for line in text.splitlines() if "@pk_jax_matmul(" in line]
     assert [_attribute(line, "n") for line in others] == ["32", "8"]
     assert all(_attribute(line, "m") == "32" for line in others)
-    assert [y.shape for y in products] == [(32, 32), (32, 96), (32, 8)]
+    assert [y.shape for y in products] == [(2, 16, 32), (2, 16, 96), (2, 16, 8)]
 
 
 def test_sizes_that_the_kernel_does_not_count():
-    assert why_not(1024, 1024, [1024], 8) is None
-    assert "2147483648" in str(why_not(1 << 28, 64, [64], 8))
-    assert "the kernel counts to" in str(why_not(16, 64, [64, 2**31 - 1], 2))
-    assert "vectors of 16 bytes" in str(why_not(1 << 20, 1 << 15, [64], 2))
+    assert why_not(4, 1024, 1024, [1024], 8) is None
+    assert "2147483648" in str(why_not(2, 1 << 27, 64, [64], 8))
+    assert "the kernel counts to" in str(why_not(1, 16, 64, [64, 2**31 - 1], 2))
+    assert "vectors of 16 bytes" in str(why_not(1, 1 << 20, 1 << 15, [64], 2))
+    assert why_not(2048, 16, 64, [64], 8) is None
+    assert "2049 matrices; with 8 ranks" in str(why_not(2049, 16, 64, [64], 8))

@@ -5,8 +5,11 @@ import random
 
 import pytest
 
-# (rows of a rank, bytes of a row): whole tiles, odd ones, fewer rows than a tile has.
-PARTS = ((256, 4096), (4096, 16384), (1, 16), (7, 16), (100, 4112), (129, 2048), (1000, 656))
+# (rows of a rank, bytes of a row, matrices): whole tiles, odd ones, fewer rows than a tile has.
+PARTS = (
+    *((256, 4096, 1), (4096, 16384, 1), (1, 16, 1), (7, 16, 1), (100, 4112, 1), (129, 2048, 1)),
+    *((1000, 656, 1), (256, 4096, 2), (130, 48, 3), (5, 16400, 4)),
+)
 
 
 @pytest.fixture(scope="module")
@@ -14,24 +17,28 @@ def ffi():
     return pytest.importorskip("pk_jax._ffi")
 
 
-def _walks(ffi, n, rows, row_bytes, num_n=3, num_blocks=5, tile_rows=128):
+def _walks(ffi, n, part, num_n=3, num_blocks=5, tile_rows=128, small_pieces=False):
+    rows, row_bytes, outer = part
+    sizes = {"num_n": num_n, "num_blocks": num_blocks, "tile_rows": tile_rows, "outer": outer}
     return [
-        ffi.gather_walk(rows, row_bytes, rank, n, num_n, num_blocks, tile_rows) for rank in range(n)
+        ffi.gather_walk(rows, row_bytes, rank, n, **sizes, small_pieces=small_pieces)
+        for rank in range(n)
     ]
 
 
-@pytest.mark.parametrize("n", (1, 2, 3, 4, 8))
+@pytest.mark.parametrize("n", (1, 2, 3, 8))
 @pytest.mark.parametrize("part", PARTS, ids=str)
 def test_every_row_is_made_once_for_each_column(ffi, n, part):
-    for rank, (blocks, _, _) in enumerate(_walks(ffi, n, *part)):
+    rows, _, outer = part
+    for rank, (blocks, _, _) in enumerate(_walks(ffi, n, part, num_n=2)):
         made = [
             (row, column)
             for tiles in blocks
             for first, end, column, _, _ in tiles
             for row in range(first, end)
         ]
-        assert len(made) == 3 * n * part[0], rank
-        assert set(made) == set(itertools.product(range(n * part[0]), range(3))), rank
+        assert len(made) == 2 * n * outer * rows, rank
+        assert set(made) == set(itertools.product(range(n * outer * rows), range(2))), rank
 
 
 @pytest.mark.parametrize("n", (2, 3, 8))
@@ -39,12 +46,12 @@ def test_every_row_is_made_once_for_each_column(ffi, n, part):
 def test_own_rows_come_first_and_alone(ffi, n, part):
     """A block's own tiles come before its others, and none has rows of this rank and of another."""
     rows = part[0]
-    for rank, (blocks, _, _) in enumerate(_walks(ffi, n, *part)):
+    for rank, (blocks, _, _) in enumerate(_walks(ffi, n, part)):
         for tiles in blocks:
             owns = [own for *_, own, _ in tiles]
             assert owns == sorted(owns, reverse=True)
             for first, end, _, own, waited in tiles:
-                of = {row // rows for row in range(first, end)}
+                of = {row // rows % n for row in range(first, end)}
                 assert of == {rank} if own else rank not in of
                 assert not (own and waited)
 
@@ -52,27 +59,31 @@ def test_own_rows_come_first_and_alone(ffi, n, part):
 @pytest.mark.parametrize("n", (2, 3, 8))
 @pytest.mark.parametrize("part", PARTS, ids=str)
 def test_a_tile_waits_for_the_pieces_of_its_rows(ffi, n, part):
-    rows, row_bytes = part
-    for blocks, _, piece_bytes in _walks(ffi, n, *part):
+    rows, row_bytes, _ = part
+    for blocks, _, piece_bytes in _walks(ffi, n, part):
+        pieces = -(-rows * row_bytes // piece_bytes)  # of a matrix
         for first, end, _, own, waited in itertools.chain.from_iterable(blocks):
             if own:
                 continue
             wanted = set()
             for row in range(first, end):
-                source, byte = row // rows, row % rows * row_bytes
-                last = byte + row_bytes - 1
-                wanted |= {(source, i) for i in range(byte // piece_bytes, last // piece_bytes + 1)}
+                o, source = divmod(row // rows, n)
+                byte = row % rows * row_bytes
+                last = (byte + row_bytes - 1) // piece_bytes
+                wanted |= {(source, o * pieces + i) for i in range(byte // piece_bytes, last + 1)}
             assert sorted(map(tuple, waited)) == sorted(wanted)
 
 
 @pytest.mark.parametrize("n", (1, 2, 3, 8))
-@pytest.mark.parametrize("part", (*PARTS, (1 << 19, 32768)), ids=str)
+@pytest.mark.parametrize("part", (*PARTS, (1 << 19, 32768, 1), (16, 8192, 500)), ids=str)
 @pytest.mark.parametrize("small", (False, True))
 def test_each_peer_gets_each_piece_once_and_the_next_to_use_them_is_first(ffi, n, part, small):
-    rows, row_bytes = part
+    rows, row_bytes, outer = part
     for rank in range(n):
-        _, sent, piece_bytes = ffi.gather_walk(rows, row_bytes, rank, n, 1, 1, small_pieces=small)
-        pieces = -(-rows * row_bytes // piece_bytes)
+        _, sent, piece_bytes = ffi.gather_walk(
+            rows, row_bytes, rank, n, 1, 1, small_pieces=small, outer=outer
+        )
+        pieces = outer * -(-rows * row_bytes // piece_bytes)
         assert pieces <= 16384 // n  # flags
         order = [(rank - turn) % n for turn in range(1, n)]
         assert list(map(tuple, sent)) == list(itertools.product(order, range(pieces)))
@@ -82,10 +93,10 @@ def test_every_piece_that_comes_is_waited_for(ffi):
     """Else a rank could end the call, and XLA reuse its memory, while a peer still writes."""
     rng = random.Random(0)
     for _ in range(50):
-        n, rows = rng.randint(2, 8), rng.randint(1, 600)
-        row_bytes, blocks = 16 * rng.randint(1, 400), rng.randint(1, 20)
+        n, rows, outer = rng.randint(2, 8), rng.randint(1, 600), rng.choice((1, 1, 2, 5))
+        part = (rows, 16 * rng.randint(1, 400), outer)
         walks = _walks(
-            *(ffi, n, rows, row_bytes, rng.randint(1, 4), blocks, rng.choice((64, 128))),
+            *(ffi, n, part, rng.randint(1, 4), rng.randint(1, 20), rng.choice((64, 128))),
             small_pieces=rng.random() < 0.5,
         )
         for rank, (tiles, _, _) in enumerate(walks):
@@ -100,7 +111,7 @@ def test_every_piece_that_comes_is_waited_for(ffi):
                 for to, piece in sent
                 if to == rank
             }
-            assert waited == coming, (n, rows, row_bytes)
+            assert waited == coming, (n, part)
 
 
 def test_bands_end_with_the_own_rows(ffi):

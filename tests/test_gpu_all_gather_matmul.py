@@ -65,6 +65,7 @@ def _run(
     dtype="bfloat16",
     float32_result=False,
     own_rows=True,
+    outer=1,
     calls=3,
     seed=0,
     **kwargs,
@@ -72,7 +73,7 @@ def _run(
     """Random operands through `calls` calls; checks all that comes back and returns it."""
     n, (m, k, p) = ranks.num_ranks, shape
     rng = np.random.default_rng(seed)
-    x = rng.standard_normal((calls, n, m, k), np.float32).astype(jnp.dtype(dtype))
+    x = rng.standard_normal((calls, n, outer, m, k), np.float32).astype(jnp.dtype(dtype))
     w = rng.standard_normal((calls, n, k, p), np.float32).astype(jnp.dtype(dtype))
     lying = _padded(w.swapaxes(-1, -2) if transpose_w else w)
     operands = np.concatenate(
@@ -80,7 +81,7 @@ def _run(
     )
     out = np.dtype(np.float32) if float32_result else jnp.dtype(dtype)
     k8, p8 = k + -k % 8, p + -p % 8
-    gathered_bytes, y_bytes = n * m * k8 * 2, n * m * p8 * out.itemsize
+    gathered_bytes, y_bytes = n * outer * m * k8 * 2, n * outer * m * p8 * out.itemsize
     results = np.full((calls, n, gathered_bytes + y_bytes), 0xFF, np.uint8)  # NaN in any of them
     ranks.all_gather_matmul(
         operands,
@@ -95,19 +96,22 @@ def _run(
         dtype=dtype,
         float32_result=float32_result,
         own_rows=own_rows,
+        outer=outer,
         **kwargs,
     )
-    gathered = results[..., :gathered_bytes].view(x.dtype).reshape(calls, n, n, m, k8)[..., :k]
-    y = results[..., gathered_bytes:].view(out).reshape(calls, n, n * m, p8)[..., :p]
+    gathered = results[..., :gathered_bytes].view(x.dtype)
+    gathered = gathered.reshape(calls, n, outer, n, m, k8)[..., :k]
+    y = results[..., gathered_bytes:].view(out).reshape(calls, n, outer * n * m, p8)[..., :p]
     limit = EXACT if float32_result else ROUNDED
     for c in range(calls):
         for r in range(n):
             for source in range(n):
                 if own_rows or source != r:
                     np.testing.assert_array_equal(
-                        gathered[c, r, source].view(np.uint16), x[c, source].view(np.uint16)
+                        gathered[c, r, :, source].view(np.uint16), x[c, source].view(np.uint16)
                     )
-            want = x[c].reshape(n * m, k).astype(np.float32) @ w[c, r].astype(np.float32)
+            rows = x[c].swapaxes(0, 1).reshape(-1, k).astype(np.float32)  # [outer, rank, m]
+            want = rows @ w[c, r].astype(np.float32)
             difference = np.linalg.norm(y[c, r].astype(np.float32) - want) / np.linalg.norm(want)
             assert difference <= limit, (c, r, difference)  # false for NaN
     return results
@@ -134,6 +138,19 @@ def test_types(ranks, dtype, transpose_w):
                 float32_result=float32_result,
                 calls=2,
             )
+
+
+@pytest.mark.parametrize("comm", (0, 2))
+def test_several_matrices(ranks, comm):
+    """Rows gathered inside each: a part lies in as many stretches of the result."""
+    for outer, shape in (
+        (2, (256, 264, 520)),
+        (3, (130, 72, 264)),
+        (5, (7, 1032, 256)),
+        (40, (1, 8, 8)),
+    ):
+        for tile in TILES:
+            _run(ranks, shape, outer=outer, comm=comm, tile=tile, own_rows=outer % 2 == 1)
 
 
 def test_any_number_of_blocks(ranks):
@@ -213,7 +230,7 @@ def _site(channel=0):
 
 
 def _fused(x, weights, *, channel=0, dtype=jnp.bfloat16, comm=None, **kwargs):
-    (m, k), p = x.shape, max(w.shape[1] for w in weights)
+    (_, m, k), p = x.shape, max(w.shape[1] for w in weights)
     hardware = lookup(jax.devices("cuda")[0].device_kind)
     plan = model.choose(hardware, m, p, k, 2, num_comm_blocks=comm)
     return call(
@@ -245,7 +262,7 @@ def test_two_gpus(shape, comm):
     m, k, p = shape
 
     def f(x, w):
-        gathered, (y,) = _fused(x, [w], comm=comm)
+        (gathered,), ((y,),) = _fused(x[None], [w], comm=comm)
         return gathered[None], y
 
     mesh, program = _on_two_gpus(f, (P("x"), P(None, "x")), (P("x"), P(None, "x")))
@@ -263,8 +280,8 @@ def test_two_weights():
     """Of different widths, the wider one second: it is the one that the gathering hides behind."""
 
     def f(x, narrow, wide):
-        _, products = _fused(x, [narrow, wide])
-        return tuple(products)
+        _, products = _fused(x[None], [narrow, wide])
+        return tuple(y[0] for y in products)
 
     columns = P(None, "x")
     mesh, program = _on_two_gpus(f, (P("x"), columns, columns), (columns, columns))
@@ -282,11 +299,11 @@ def test_repeated_in_a_scan(comm):
     def f(x, w, back):
         def step(x, _):
             _, (y,) = _fused(x, [w], channel=1, comm=comm)
-            _, (z,) = _fused(y[: x.shape[0]], [back], channel=2, comm=comm, own_rows=False)
-            x = z[: x.shape[0]] / jnp.bfloat16(256)
+            _, (z,) = _fused(y[:, : x.shape[1]], [back], channel=2, comm=comm, own_rows=False)
+            x = z[:, : x.shape[1]] / jnp.bfloat16(256)
             return x, x.astype(jnp.float32).sum()
 
-        return jax.lax.scan(step, x, None, length=20)[0][None]
+        return jax.lax.scan(step, x[None], None, length=20)[0]
 
     whole = P(None, None)
     mesh, program = _on_two_gpus(f, (P("x"), whole, whole), P("x"))

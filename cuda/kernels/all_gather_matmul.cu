@@ -27,18 +27,19 @@ cudaError_t launch_all_gather_matmul(const CommView& comm, const AllGatherMatmul
                                      const AllGatherMatmulPlan& plan, cudaStream_t stream) {
   const int n = comm.num_ranks;
   const bool has_tile = plan.tile == MatmulTile::k128x256 || plan.tile == MatmulTile::k128x128;
-  if (in.m <= 0 || in.k <= 0 || in.p <= 0 || in.m * n > kMostSize || in.k > kMostSize ||
+  if (in.outer <= 0 || in.m <= 0 || in.k <= 0 || in.p <= 0 || in.outer > kMostSize ||
+      in.m > kMostSize / n || in.outer * in.m > kMostSize / n || in.k > kMostSize ||
       in.p > kMostSize || !has_tile || plan.num_blocks < 1 || plan.num_blocks > kMaxBlocks ||
       plan.num_comm_blocks < 0 || plan.num_comm_blocks >= plan.num_blocks ||
-      in.m * in.pitch_x / 8 > kMostSize)
+      in.m * in.pitch_x / 8 > kMostSize || in.outer > tile_flags(n))
     return cudaErrorInvalidValue;
   const GatherInstance instance = instance_of(plan.tile, in.bfloat16, in.transpose_w);
   GatherArgs args{};
   args.row_bytes = in.pitch_x * 2;
   args.channel = in.channel;
   args.own_rows = in.own_rows;
-  const auto pieces = GatherPieces::make(in.m * args.row_bytes, comm.rank, n,
-                                         plan.num_comm_blocks == 0, tile_flags(n));
+  const auto pieces = GatherPieces::make(static_cast<int>(in.outer), in.m * args.row_bytes,
+                                         comm.rank, n, plan.num_comm_blocks == 0, tile_flags(n));
   args.push = {static_cast<const char*>(in.x), in.gathered, pieces};
   // Each has pieces for every peer: the entry rests on that.
   args.num_communicators = n == 1 ? 0 : std::min(plan.num_comm_blocks, pieces.num_pieces);
@@ -49,18 +50,19 @@ cudaError_t launch_all_gather_matmul(const CommView& comm, const AllGatherMatmul
   tiles.num_blocks = plan.num_blocks - args.num_communicators;
   tiles.split = 1;
   tiles.band_rows = std::max(kBandRows / instance.tile_m, tiles.num_blocks / tiles.num_n);
-  args.product.walk =
-      GatherWalk::make(tiles, static_cast<int>(in.m), comm.rank, n, instance.tile_m);
+  args.product.walk = GatherWalk::make(tiles, static_cast<int>(in.outer), static_cast<int>(in.m),
+                                       comm.rank, n, instance.tile_m);
   MatmulWalk& walk = args.product.walk.tiles;
   if (int64_t{walk.num_m} * walk.num_n > INT32_MAX - kMaxBlocks) return cudaErrorInvalidValue;
   walk.num_blocks = std::min(walk.num_blocks, walk.num_tiles());
 
+  const int64_t rows = in.outer * in.m * n;
   args.product.policy_b = ptx::kEvictNormal;
-  const Matrix own{const_cast<void*>(in.x), in.m, in.k, in.pitch_x};
-  const Matrix gathered{in.gathered.address, in.m * n, in.k, in.pitch_x};
+  const Matrix own{const_cast<void*>(in.x), in.outer * in.m, in.k, in.pitch_x};
+  const Matrix gathered{in.gathered.address, rows, in.k, in.pitch_x};
   const Matrix w{const_cast<void*>(in.w), in.transpose_w ? in.p : in.k,
                  in.transpose_w ? in.k : in.p, in.pitch_w};
-  const Matrix y{in.y, in.m * n, in.p, in.pitch_y};
+  const Matrix y{in.y, rows, in.p, in.pitch_y};
   if (cudaError_t error =
           matmul::fill(instance, args.product, gathered, w, y, in.bfloat16, in.float32_result, 0))
     return error;

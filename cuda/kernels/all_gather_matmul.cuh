@@ -1,5 +1,4 @@
-// The kernel of all_gather_matmul: the main loop of matmul.cuh, whose rows of A come from all
-// ranks.
+// The kernel of all_gather_matmul: the main loop of matmul.cuh, with rows of A from all ranks.
 //
 //   communicators   pieces of x into the peers' `gathered`, with flags      (gather_push.cuh)
 //   the others      watcher     own rows | own rows | flags of the next rank's rows | ...
@@ -45,8 +44,7 @@ struct GatheredRows {
     ++wanted;
     while (ptx::ld_acquire_cta(arrived) < wanted) {
     }
-    const GatherWalk& walk = args.product.walk;
-    if (part.own) return {&args.own, row - walk.rank * walk.part_rows};
+    if (part.own) return {&args.own, args.product.walk.row_of_part(row)};
     return {&gathered, row};
   }
 };
@@ -62,14 +60,15 @@ struct GatherMatmul
   __device__ __forceinline__ void communicate() {
     const GatherArgs& args = this->source.args;
     const GatherWalk& walk = args.product.walk;
+    const GatherPieces& pieces = args.push.pieces;
     const int lane = threadIdx.x % 32;
     GatherWalk::Parts parts(walk, this->block);
     uint32_t count = 0;
     for (auto part = parts.next(); part.num_steps > 0; part = parts.next()) {
       if (!part.own) {
-        walk.for_each_source(part, [&](int source, int first, int end) {
-          const int last = args.push.pieces.at(end * args.row_bytes - 1);
-          for (int i = args.push.pieces.at(first * args.row_bytes) + lane; i <= last; i += 32)
+        walk.for_each_source(part, [&](int source, int o, int first, int end) {
+          const int last = pieces.at(o, end * args.row_bytes - 1);
+          for (int i = pieces.at(o, first * args.row_bytes) + lane; i <= last; i += 32)
             flags.wait(source, i);
         });
         __syncwarp();
@@ -85,12 +84,8 @@ struct GatherMatmul
     const GatherArgs& args = this->source.args;
     if (args.num_communicators == 0)
       push_by_warp(flags.waiter, args.push, flags.epoch, 2 * gridDim.x);
-    if (!args.own_rows) return;
-    const auto& [x, gathered, pieces] = args.push;
-    char* to = gathered.address + pieces.rank * pieces.part_bytes;
-    reg::copy_share(reinterpret_cast<uint4*>(to), reinterpret_cast<const uint4*>(x),
-                    pieces.part_bytes / 16, 2 * this->block + warp,
-                    2 * args.product.walk.tiles.num_blocks);
+    if (args.own_rows)
+      copy_own(args.push, 2 * this->block + warp, 2 * args.product.walk.tiles.num_blocks);
   }
 };
 
@@ -103,6 +98,7 @@ __global__ void __launch_bounds__(Shape::Crew::kThreads, Shape::Crew::kMinBlocks
   __shared__ uint32_t arrived;
   auto& shared = set_up<Product>(memory, args.product);
   if (threadIdx.x == 0) arrived = 0;
+  if (threadIdx.x == 64) ptx::prefetch_tensor_map(&args.own);
   const Waiter waiter{comm, Op::kAllGatherMatmul, args.channel};
   Channel& channel = channel_of(waiter);
   const uint32_t epoch = this_epoch(channel);

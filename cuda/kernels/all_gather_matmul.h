@@ -1,6 +1,6 @@
-// all_gather_matmul: gathered[n m, k] = the x[m, k] of all n ranks one under the other, and
-// y[n m, p] = gathered w[k, p], of bfloat16 or float16, accumulated in fp32. One kernel: a few
-// blocks, or a warp of every block, push x into the peers' gathered matrices while the others
+// all_gather_matmul: gathered[outer, n m, k] = the x[outer, m, k] of all n ranks along the rows,
+// and y[outer, n m, p] = gathered w[k, p], of bfloat16 or float16, accumulated in fp32. One kernel:
+// a few blocks, or a warp of every block, push x into the peers' gathered matrices while the others
 // multiply.
 #pragma once
 
@@ -15,11 +15,11 @@
 namespace pk {
 
 struct AllGatherMatmulOperands {
-  const void* x;       // [m, k]
+  const void* x;       // [outer, m, k]
   const void* w;       // [k, p], or [p, k] with transpose_w
-  Published gathered;  // [n m, k], with the pitch of x
-  void* y;             // [n m, p]
-  int64_t m, k, p;
+  Published gathered;  // [outer, n m, k], with the pitch of x
+  void* y;             // [outer, n m, p]
+  int64_t outer, m, k, p;
   int64_t pitch_x, pitch_w, pitch_y;  // elements from row to row, multiples of 8
   bool transpose_w;
   bool bfloat16;  // or float16

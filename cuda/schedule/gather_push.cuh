@@ -28,8 +28,8 @@
 namespace pk {
 
 struct GatherPush {
-  const char* source;  // the part
-  Published target;    // the gathered tensor: parts of all ranks, one after the other
+  const char* source;  // the part: [outer, inner] bytes
+  Published target;    // [outer, ranks, inner] bytes
   GatherPieces pieces;
 };
 
@@ -57,18 +57,18 @@ __device__ __forceinline__ void push_by_block(const Waiter& waiter, const Gather
   const Published mine[] = {push.target};
   const uint32_t epoch = enter(waiter, mine, shared.guests);
   if (warp == 0) {
-    const PartLayout packed = PartLayout::packed(pieces.part_bytes);
+    const PartLayout packed = PartLayout::packed(pieces.inner);
     const PeerTensor target{shared.guests.address[0], comm.num_ranks,
-                            PartLayout::inside(comm.num_ranks, pieces.part_bytes), comm.rank};
+                            PartLayout::inside(comm.num_ranks, pieces.inner), comm.rank};
     tma::store_tiles(
         shared.ring, target,
         [&](int64_t i) -> Move {
           const auto [to, piece] = sent(i >> moves);
-          const int64_t in_piece = (i & ((1 << moves) - 1)) << GatherPieces::kLeastShift;
-          const int64_t first = pieces.first(piece) + in_piece;
-          const int64_t left = max(pieces.part_bytes - first, int64_t{0});
+          const auto [o, first] = pieces.place(piece);
+          const int64_t col = first + ((i & ((1 << moves) - 1)) << GatherPieces::kLeastShift);
+          const int64_t left = max(pieces.inner - col, int64_t{0});
           const auto bytes = static_cast<uint32_t>(min(left, int64_t{1 << pieces.kLeastShift}));
-          return {{push.source, packed, 0}, {0, first, 1, bytes}, to, 1};
+          return {{push.source, packed, 0}, {o, col, 1, bytes}, to, 1};
         },
         0, 1, int64_t{count} << moves,
         [] { ptx::fence_proxy_async(); },  // the invitations, before writes of the other proxy
@@ -108,7 +108,7 @@ __device__ __forceinline__ void push_by_warp(const Waiter& waiter, const GatherP
   const Published mine[] = {push.target};
   invite(waiter, mine, epoch, lane, 32);
   const TileFlags flags{waiter, epoch};
-  uint4* target = nullptr;
+  char* target = nullptr;
   int invited_by = -1;
   int next = draw();
 #pragma unroll 1
@@ -116,17 +116,29 @@ __device__ __forceinline__ void push_by_warp(const Waiter& waiter, const GatherP
     next = draw();  // its trip is over when this piece is
     const int to = pieces.sent(i).to;
     if (to != invited_by) {
-      char* gathered = address_of(waiter, to, wait_invitation(waiter, to, 0, epoch));
-      target = reinterpret_cast<uint4*>(gathered + pieces.rank * pieces.part_bytes);
+      target = address_of(waiter, to, wait_invitation(waiter, to, 0, epoch));
       invited_by = to;
     }
-    // In vectors, which a part has fewer than 2^31 of.
-    const uint32_t first = static_cast<uint32_t>(pieces.sent(i).piece) << (pieces.shift - 4);
-    const uint32_t left = static_cast<uint32_t>(pieces.part_bytes / 16) - first;
-    reg::copy_share(target + first, reinterpret_cast<const uint4*>(push.source) + first,
-                    min(left, 1u << (pieces.shift - 4)), 0, 1);
+    const auto [o, first] = pieces.place(pieces.sent(i).piece);
+    const int64_t left = pieces.inner - first;
+    reg::copy_share(reinterpret_cast<uint4*>(
+                        target + (o * pieces.num_ranks + pieces.rank) * pieces.inner + first),
+                    reinterpret_cast<const uint4*>(push.source + o * pieces.inner + first),
+                    static_cast<uint32_t>(min(left, int64_t{1} << pieces.shift) / 16), 0, 1);
     __syncwarp();  // gathers the lanes' stores for the release
     if (lane == 0) flags.announce(invited_by, pieces.sent(i).piece);
+  }
+}
+
+// One of `num_warps` warps: its share of the rank's own part, within this GPU.
+__device__ __forceinline__ void copy_own(const GatherPush& push, uint32_t warp,
+                                         uint32_t num_warps) {
+  const GatherPieces& pieces = push.pieces;
+  for (int o = 0; o < pieces.outer; ++o) {
+    const int64_t to = (o * pieces.num_ranks + pieces.rank) * pieces.inner;
+    reg::copy_share(reinterpret_cast<uint4*>(push.target.address + to),
+                    reinterpret_cast<const uint4*>(push.source + o * pieces.inner),
+                    static_cast<uint32_t>(pieces.inner / 16), warp, num_warps);
   }
 }
 

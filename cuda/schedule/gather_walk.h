@@ -9,6 +9,9 @@
 // the gathered matrix; all rows before them, and all behind them, are cut regardless of whose they
 // are, and a tile may wait for several ranks.
 //
+// There may be several matrices to gather, [outer, part_rows] rows of each rank. The result is then
+// [outer, ranks, part_rows], and each stretch of a rank's rows has tiles of its own.
+//
 // What a rank sends is cut into pieces with a flag each (gather_push.cuh), which are dealt out in
 // turn, so that all who push work on the rows that come next.
 #pragma once
@@ -22,18 +25,24 @@ namespace pk {
 
 struct GatherWalk {
   MatmulWalk tiles;  // rows of tiles are counted in the order in which they are made
-  int part_rows;     // that each rank has
+  int outer;
+  int part_rows;
   int rank, num_ranks;
   int tile_rows;
-  int own_tiles, later_tiles;  // rows of tiles: of the own rows, and of those behind them
+  int stretch_tiles;  // rows of tiles: of one stretch of rows,
+  int own_tiles;      // of all of a rank's,
+  int later_tiles;    // and of those behind the own rows, if there is one matrix
 
   // `tiles` without num_m, and with the largest band.
-  PK_HOST_DEVICE static GatherWalk make(MatmulWalk tiles, int part_rows, int rank, int num_ranks,
-                                        int tile_rows) {
-    GatherWalk walk{tiles, part_rows, rank, num_ranks, tile_rows, 0, 0};
-    walk.own_tiles = walk.tiles_of(part_rows);
+  PK_HOST_DEVICE static GatherWalk make(MatmulWalk tiles, int outer, int part_rows, int rank,
+                                        int num_ranks, int tile_rows) {
+    GatherWalk walk{tiles, outer, part_rows, rank, num_ranks, tile_rows, 0, 0, 0};
+    walk.stretch_tiles = walk.tiles_of(part_rows);
+    walk.own_tiles = outer * walk.stretch_tiles;
     walk.later_tiles = walk.tiles_of((num_ranks - 1 - rank) * part_rows);
-    walk.tiles.num_m = walk.own_tiles + walk.later_tiles + walk.tiles_of(rank * part_rows);
+    walk.tiles.num_m = outer > 1
+                           ? num_ranks * walk.own_tiles
+                           : walk.own_tiles + walk.later_tiles + walk.tiles_of(rank * part_rows);
     // Bands of equal height, so that one ends where the own rows do, if it can.
     const int bands = (walk.own_tiles + tiles.band_rows - 1) / tiles.band_rows;
     walk.tiles.band_rows = (walk.own_tiles + bands - 1) / bands;
@@ -41,7 +50,7 @@ struct GatherWalk {
   }
 
   struct Part : MatmulWalk::Part {
-    int first_row, past_row;  // of the gathered matrix; past the last that the tile may have
+    int first_row, past_row;  // of the result; past the last that the tile may have
     bool own;
 
     PK_HOST_DEVICE int row(int /*tile_rows*/) const { return first_row; }
@@ -67,57 +76,83 @@ struct GatherWalk {
     int tile_;
   };
 
-  // f(source, first, end) for each rank that has rows of the part, and those rows of its own.
+  // f(source, o, first, end) for each rank that has rows of the part: which of its matrix `o`.
   template <typename F>
   PK_HOST_DEVICE void for_each_source(const Part& part, F f) const {
     const int past = part.first_row + tile_rows;
     const int end = past < part.past_row ? past : part.past_row;
-    for (int source = part.first_row / part_rows; source * part_rows < end; ++source) {
-      const int before = source * part_rows;
-      f(source, part.first_row > before ? part.first_row - before : 0,
+    for (int stretch = part.first_row / part_rows; stretch * part_rows < end; ++stretch) {
+      const int before = stretch * part_rows, o = stretch / num_ranks;
+      f(stretch - o * num_ranks, o, part.first_row > before ? part.first_row - before : 0,
         end - before < part_rows ? end - before : part_rows);
     }
+  }
+
+  // The row of a rank's part that is at `row` of the result.
+  PK_HOST_DEVICE int row_of_part(int row) const {
+    const int stretch = row / part_rows;
+    return row - (stretch - stretch / num_ranks) * part_rows;
   }
 
  private:
   PK_HOST_DEVICE int tiles_of(int rows) const { return (rows + tile_rows - 1) / tile_rows; }
 
   PK_HOST_DEVICE Part with_rows(const MatmulWalk::Part& part) const {
+    const int turn = part.m / own_tiles, m = part.m - turn * own_tiles;
+    if (turn == 0 || outer > 1) {
+      const int o = m / stretch_tiles;
+      const int source = rank + turn < num_ranks ? rank + turn : rank + turn - num_ranks;
+      const int first = (o * num_ranks + source) * part_rows;
+      return {part, first + (m - o * stretch_tiles) * tile_rows, first + part_rows, turn == 0};
+    }
     const int own_row = rank * part_rows, later_row = own_row + part_rows;
-    if (part.m < own_tiles) return {part, own_row + part.m * tile_rows, later_row, true};
-    const int m = part.m - own_tiles;
-    if (m < later_tiles) return {part, later_row + m * tile_rows, num_ranks * part_rows, false};
-    return {part, (m - later_tiles) * tile_rows, own_row, false};
+    const int other = part.m - own_tiles;
+    if (other < later_tiles)
+      return {part, later_row + other * tile_rows, num_ranks * part_rows, false};
+    return {part, (other - later_tiles) * tile_rows, own_row, false};
   }
 };
 
-// What a rank sends: its part, in pieces, to the peer that uses it first, then to
-// the next one, ...
+// What a rank sends: its part, in pieces, to the peer that uses it first, then to the next one, ...
 struct GatherPieces {
-  int64_t part_bytes;
-  int shift;  // a piece has 2^shift bytes; the last one of a part may have fewer
-  int num_pieces;
+  int outer;
+  int64_t inner;  // bytes of one of the part's matrices
+  int shift;      // a piece has 2^shift bytes; the last one of a matrix may have fewer
+  int per_matrix, num_pieces;
   int rank, num_ranks;
 
   static constexpr int kLeastShift = 14;  // a stage of the communicators' rings
   static constexpr int kMostShift = 18;
 
-  // `small`: for warps that push by themselves. No more than `most_pieces`, however large they are.
-  PK_HOST_DEVICE static GatherPieces make(int64_t part_bytes, int rank, int num_ranks, bool small,
-                                          int most_pieces) {
+  // `small`: for warps that push by themselves. No more than `most_pieces`, however large they are;
+  // none if there are more matrices than that.
+  PK_HOST_DEVICE static GatherPieces make(int outer, int64_t inner, int rank, int num_ranks,
+                                          bool small, int most_pieces) {
     constexpr int kWanted = 64;
     const int most = small ? kLeastShift : kMostShift;
-    GatherPieces pieces{part_bytes, kLeastShift, 0, rank, num_ranks};
+    GatherPieces pieces{outer, inner, kLeastShift, 0, 0, rank, num_ranks};
+    if (outer > most_pieces) return pieces;
     while ((pieces.shift < most && pieces.count() > kWanted) || pieces.count() > most_pieces)
       ++pieces.shift;
     pieces.num_pieces = static_cast<int>(pieces.count());
+    pieces.per_matrix = pieces.num_pieces / outer;
     return pieces;
   }
 
-  PK_HOST_DEVICE int64_t first(int piece) const { return int64_t{piece} << shift; }
+  // Where a piece lies.
+  struct Place {
+    int o;
+    int64_t first;  // byte of the matrix
+  };
+  PK_HOST_DEVICE Place place(int piece) const {
+    const int o = piece / per_matrix;
+    return {o, int64_t{piece - o * per_matrix} << shift};
+  }
 
-  // The piece that has a byte of the part.
-  PK_HOST_DEVICE int at(int64_t byte) const { return static_cast<int>(byte >> shift); }
+  // The piece that has a byte of matrix `o`.
+  PK_HOST_DEVICE int at(int o, int64_t byte) const {
+    return o * per_matrix + static_cast<int>(byte >> shift);
+  }
 
   PK_HOST_DEVICE int num_sent() const { return num_pieces * (num_ranks - 1); }
 
@@ -131,7 +166,7 @@ struct GatherPieces {
   }
 
  private:
-  PK_HOST_DEVICE int64_t count() const { return ((part_bytes - 1) >> shift) + 1; }
+  PK_HOST_DEVICE int64_t count() const { return outer * (((inner - 1) >> shift) + 1); }
 };
 
 }  // namespace pk

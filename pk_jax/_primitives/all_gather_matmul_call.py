@@ -11,6 +11,9 @@ from pk_jax._primitives.matmul import ALIGNMENT, MOST_SIZE, padded
 from pk_jax._tuning import all_gather_matmul_model as model
 from pk_jax._tuning import matmul_model
 
+# Of a channel, for all peers together; each matrix needs one at least.
+TILE_FLAGS = 16384
+
 
 def call(
     x: Any,
@@ -29,20 +32,20 @@ def call(
     follow, on a gathered matrix that is there.
 
     Args:
-        x: [m, k], this rank's rows.
+        x: [outer, m, k], this rank's rows of each of `outer` matrices.
         weights: [k, p] each, or [p, k] with `transpose_w`; at least one.
         site: what rules.call_site() says of the ranks.
         plan: of the widest weight.
         transpose_w: whether the weights lie transposed.
         dtype: of the products: that of the operands, or float32.
         num_sms: SMs that the products of further weights may use.
-        own_rows: whether the rows of this rank are wanted in the gathered matrix. Without them it
-            holds nothing of use where they would be.
+        own_rows: whether the rows of this rank are wanted in the gathered matrices. Without them
+            these hold nothing of use where they would be.
 
     Returns:
-        The gathered matrix [n m, k], and the products [n m, p].
+        The gathered matrices [outer, n m, k], and the products [outer, n m, p].
     """
-    (m, k), num_ranks = x.shape, int(site["group_size"])
+    (outer, m, k), num_ranks = x.shape, int(site["group_size"])
     widths = [w.shape[0] if transpose_w else w.shape[1] for w in weights]
     fused = int(np.argmax(widths))
     gathered, product = _fused(
@@ -59,18 +62,24 @@ def call(
         if i == fused:
             products.append(product)
             continue
-        later = matmul_model.choose(num_ranks * m, widths[i], k, num_sms)
+        later = matmul_model.choose(len(gathered), widths[i], k, num_sms)
         products.append(
             matmul.call(
                 gathered, w, transpose_a=False, transpose_b=transpose_w, dtype=dtype, plan=later
             )
         )
-    return gathered, products
+    shape = (outer, num_ranks * m)
+    return gathered.reshape(*shape, k), [y.reshape(*shape, y.shape[1]) for y in products]
 
 
-def why_not(m: int, k: int, widths: Sequence[int], num_ranks: int) -> str | None:
+def why_not(outer: int, m: int, k: int, widths: Sequence[int], num_ranks: int) -> str | None:
     """Why the kernel cannot take these sizes; None if it can."""
-    largest = max(num_ranks * m, k, *widths)
+    if outer > TILE_FLAGS // num_ranks:
+        return (
+            f"rows in {outer} matrices; with {num_ranks} ranks the kernel has flags for "
+            f"{TILE_FLAGS // num_ranks}"
+        )
+    largest = max(num_ranks * outer * m, k, *widths)
     if largest > MOST_SIZE:
         return f"a dimension of {largest} elements; the kernel counts to {MOST_SIZE}"
     vectors = m * -(-k // ALIGNMENT)
@@ -89,14 +98,14 @@ def _fused(
     dtype: Any,
     own_rows: bool,
 ) -> tuple[Any, Any]:
-    (m, k), p = x.shape, w.shape[0] if transpose_w else w.shape[1]
-    rows = int(site["group_size"]) * m
+    (outer, m, k), p = x.shape, w.shape[0] if transpose_w else w.shape[1]
+    rows = int(site["group_size"]) * outer * m
     results = (
         jax.ShapeDtypeStruct((rows, k + -k % ALIGNMENT), x.dtype),
         jax.ShapeDtypeStruct((rows, p + -p % ALIGNMENT), dtype),
     )
     gathered, product = jax.ffi.ffi_call("pk_jax_all_gather_matmul", results)(
-        padded(x),
+        padded(x.reshape(outer * m, k)),
         padded(w),
         **site,
         mechanism="tma",
@@ -104,6 +113,7 @@ def _fused(
         num_blocks=np.int64(plan.num_blocks),
         num_comm_blocks=np.int64(plan.num_comm_blocks),
         tile=plan.tile,
+        outer=np.int64(outer),
         m=np.int64(m),
         k=np.int64(k),
         p=np.int64(p),

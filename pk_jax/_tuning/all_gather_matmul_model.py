@@ -49,26 +49,28 @@ def candidates(
     k: int,
     num_ranks: int,
     *,
+    outer: int = 1,
     own_rows: bool = False,
     num_sms: int | None = None,
 ) -> Iterator[Plan]:
-    """The plans for x [m, k] of each rank, gathered, times w [k, p], in 16 bits.
+    """The plans for x [outer, m, k] of each rank, gathered, times w [k, p], in 16 bits.
 
     Args:
         hardware: the GPU and its links.
-        m: rows of each rank.
+        m: rows of each rank in each matrix.
         p: columns of the weight.
         k: columns of x.
         num_ranks: ranks.
+        outer: matrices.
         own_rows: the gathered matrix is wanted, for which a rank copies its own rows too.
         num_sms: SMs to be used, if not all.
     """
     num_sms = num_sms or hardware.num_sms
+    work = _Work(m, p, k, num_ranks, outer, own_rows)
     for tile in TILES:
         for num_comm in COMM_BLOCKS:
             if num_comm < num_sms:
-                seconds = _seconds(hardware, tile, m, p, k, num_ranks, own_rows, num_sms, num_comm)
-                yield Plan(tile.name, num_sms, num_comm, seconds)
+                yield _plan(hardware, work, tile, num_sms, num_comm)
 
 
 def choose(
@@ -78,6 +80,7 @@ def choose(
     k: int,
     num_ranks: int,
     *,
+    outer: int = 1,
     own_rows: bool = False,
     num_sms: int | None = None,
     tile: tuple[int, int] | None = None,
@@ -87,10 +90,11 @@ def choose(
 
     Args:
         hardware: as in candidates(), like what follows it.
-        m: rows of each rank.
+        m: as in candidates().
         p: columns of the weight.
         k: columns of x.
         num_ranks: ranks.
+        outer: as in candidates().
         own_rows: as in candidates().
         num_sms: as in candidates().
         tile: (rows, columns) of the tile, if not any.
@@ -110,13 +114,9 @@ def choose(
             "to multiply"
         )
     numbers = COMM_BLOCKS if num_comm_blocks is None else (num_comm_blocks,)
+    work = _Work(m, p, k, num_ranks, outer, own_rows)
     plans = [
-        Plan(
-            each.name,
-            num_sms,
-            number,
-            _seconds(hardware, each, m, p, k, num_ranks, own_rows, num_sms, number),
-        )
+        _plan(hardware, work, each, num_sms, number)
         for each in tiles
         for number in numbers
         if number < num_sms
@@ -137,42 +137,51 @@ def push_bandwidth(hardware: Hardware, num_comm: int, num_sms: int) -> float:
     return _interpolate(curve, num_comm)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    m: int
+    p: int
+    k: int
+    num_ranks: int
+    outer: int
+    own_rows: bool
+
+
+def _plan(
+    hardware: Hardware, work: _Work, tile: matmul_model.Tile, num_sms: int, num_comm: int
+) -> Plan:
+    seconds = matmul_model.LAUNCH_S + _seconds(hardware, work, tile, num_sms, num_comm)
+    return Plan(tile.name, num_sms, num_comm, seconds)
+
+
 def _seconds(
-    hardware: Hardware,
-    tile: matmul_model.Tile,
-    m: int,
-    p: int,
-    k: int,
-    num_ranks: int,
-    own_rows: bool,
-    num_sms: int,
-    num_comm: int,
+    hardware: Hardware, work: _Work, tile: matmul_model.Tile, num_sms: int, num_comm: int
 ) -> float:
-    part = 2 * m * k
-    steps = _ceil(k, matmul_model.BLOCK_K)
+    rows, others = work.outer * work.m, work.num_ranks - 1
+    part = 2 * rows * work.k
     flops = 2 * tile.rows * tile.cols * matmul_model.BLOCK_K
+    steps = _ceil(work.k, matmul_model.BLOCK_K)
     tile_s = steps * flops / tile.flops + matmul_model.TILE_S
-    num_n, workers = _ceil(p, tile.cols), num_sms - num_comm
-    sent_s = (num_ranks - 1) * part / push_bandwidth(hardware, num_comm, num_sms)
+    num_n, workers = _ceil(work.p, tile.cols), num_sms - num_comm
+    sent_s = others * part / push_bandwidth(hardware, num_comm, num_sms)
 
     # Rows of tiles in the order in which they are made, and when their last row is there. Of the
     # ranks the middle one stands for all.
-    own = _ceil(m, tile.rows)
-    rest = (num_ranks - 1) * m
-    ends = np.minimum(np.arange(1, _ceil(rest, tile.rows) + 1) * tile.rows, rest)
-    arrival = np.concatenate([np.zeros(own), ENTRY_S + PIECE_S + ends / max(rest, 1) * sent_s])
-    rows = _row_of_tiles(len(arrival), num_n, _band(tile, own, num_n, workers))
+    own = work.outer * _ceil(work.m, tile.rows)
+    rest = others * own if work.outer > 1 else _ceil(others * work.m, tile.rows)
+    arrival = np.zeros(own + rest)
+    arrival[own:] = ENTRY_S + PIECE_S + np.arange(1, rest + 1) / max(rest, 1) * sent_s
+    order = _row_of_tiles(len(arrival), num_n, _band(tile, own, num_n, workers))
 
     # Each block makes every workers-th tile, as soon as it can.
     free = np.zeros(workers)
-    for first in range(0, len(rows), workers):
-        wanted = arrival[rows[first : first + workers]]
+    for first in range(0, len(order), workers):
+        wanted = arrival[order[first : first + workers]]
         free[: len(wanted)] = np.maximum(free[: len(wanted)], wanted) + tile_s
-    num_bytes = 2 * (num_ranks * m * (k + p) + k * p)
-    copied_s = own_rows * part / (COPY_BANDWIDTH * workers) + (sent_s if num_comm == 0 else 0)
-    return matmul_model.LAUNCH_S + max(
-        float(free.max()), copied_s, num_bytes / matmul_model.HBM_BANDWIDTH
-    )
+    num_bytes = 2 * (work.num_ranks * rows * (work.k + work.p) + work.k * work.p)
+    copied_s = work.own_rows * part / (COPY_BANDWIDTH * workers)
+    copied_s += sent_s if num_comm == 0 else 0
+    return max(float(free.max()), copied_s, num_bytes / matmul_model.HBM_BANDWIDTH)
 
 
 def _band(tile: matmul_model.Tile, own: int, num_n: int, workers: int) -> int:
