@@ -88,10 +88,12 @@ class PartialTile {
   }
 
   __device__ __forceinline__ float4 chunk(int i) const {
-    return reinterpret_cast<const float4&>(tile_.value[4 * i]);
+    const uint32_t (&value)[kCols / 4] = tile_.value;
+    return make_float4(__uint_as_float(value[4 * i]), __uint_as_float(value[4 * i + 1]),
+                       __uint_as_float(value[4 * i + 2]), __uint_as_float(value[4 * i + 3]));
   }
 
-  // The chunk of rank r's tile, if not this rank's, is number peer_index(r) at `staged`.
+  // The chunk of each peer's tile is at `staged`, one `pitch` after the other.
   __device__ __forceinline__ void add_chunk(int i, const CommView& comm, int pitch,
                                             const char* staged) {
     float total[8];

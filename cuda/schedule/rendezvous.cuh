@@ -141,13 +141,14 @@ __device__ __forceinline__ uint32_t enter(const Waiter& waiter, const Published 
   invite<Team>(waiter, mine, epoch);
 #pragma unroll 1
   for (int peer = Team::index(); peer < comm.num_ranks; peer += Team::size()) {
-    if (peer != comm.rank && !expects(peer)) continue;
+    if (peer == comm.rank) {
 #pragma unroll
+      for (int b = 0; b < kCount; ++b) guests.address[b][peer] = mine[b].address;
+      continue;
+    }
+    if (!expects(peer)) continue;
+#pragma unroll 1
     for (int b = 0; b < kCount; ++b) {
-      if (peer == comm.rank) {
-        guests.address[b][peer] = mine[b].address;
-        continue;
-      }
       const Invitation theirs = wait_invitation(waiter, peer, b, epoch);
       guests.address[b][peer] = address_of(waiter, peer, theirs);
       guests.num_blocks[peer] = theirs.num_blocks();

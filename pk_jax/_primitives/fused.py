@@ -150,7 +150,7 @@ def _gather(
         return [gathered, *ys]
 
     seconds = plan.seconds + sum(products) - max(products)
-    return Fused(seconds, gather.seconds + sum(products), _rule(call, groups, several=True))
+    return Fused(seconds, gather_s + sum(products), _rule(call, groups, several=True))
 
 
 def _sum(
