@@ -133,9 +133,8 @@ def _gather(
     rows = outer * ranks * m
     products = [matmul_model.choose(rows, p, k, num_sms).seconds for p in widths]
     num_bytes = outer * m * k * _ITEMSIZE
-    gather = cost_model.choose(
-        record, cost_model.Work("all_gather", num_bytes, ranks, num_bytes // outer)
-    )
+    work = cost_model.Work("all_gather", num_bytes, ranks, num_bytes // outer)
+    gather_s = cost_model.choose(record, work).seconds
 
     def call(x: Any, *ws: Any, site: Any) -> list[Any]:
         gathered, ys = all_gather_matmul_call.call(
