@@ -334,7 +334,7 @@ ERRORS = {
         (4, 3),
         (3, 6),
         {"config": pk.Config(mechanism="tma")},
-        r"its knobs are sched",
+        r"its knobs are num_comm",
     ),
     "dtype on the link": (
         "gather",
