@@ -148,6 +148,8 @@ def test_the_dtype_on_the_link(wire, result, can_run, calls_of):
     config = pk.Config(reduce_dtype=wire, schedule="sequential")
     (call,) = calls_of("scatter", config=config)
     assert call["op"] == "psum_scatter" and call["results"][0].endswith(result)
+    (call,) = calls_of("reduce", preferred_element_type=wire)
+    assert call["op"] == "psum" and call["results"][0].endswith(result)
 
 
 def test_a_narrow_dtype_on_the_link_is_exchanged(can_run, calls_of):
