@@ -94,13 +94,13 @@ __global__ void __launch_bounds__(Shape::Crew::kThreads, Shape::Crew::kMinBlocks
                       const __grid_constant__ GatherArgs args) {
   using Product = GatherMatmul<Shape, kType, kMajorB>;
   extern __shared__ char memory[];
-  __shared__ uint32_t arrived;
+  __shared__ uint32_t arrived, epoch;  // not in registers, which consumers have none of to spare
   auto& shared = set_up<Product>(memory, args.product);
-  if (threadIdx.x == 0) arrived = 0;
-  if (threadIdx.x == 64) ptx::prefetch_tensor_map(&args.own);
   const Waiter waiter{comm, Op::kAllGatherMatmul, args.channel};
   Channel& channel = channel_of(waiter);
-  const uint32_t epoch = this_epoch(channel);
+  if (threadIdx.x == 0) arrived = 0;
+  if (threadIdx.x == 64) ptx::prefetch_tensor_map(&args.own);
+  if (threadIdx.x == 96) epoch = this_epoch(channel);  // beside the trip of the arrival
   split_by_arrival(
       channel, args.num_communicators,
       [&](int number) {
