@@ -28,7 +28,7 @@ struct TileFlags {
   // One thread: until `peer` has raised its `flag` here. Then this thread may read the piece, with
   // TMA or without, and so may one that acquires what this one releases.
   __device__ __forceinline__ void wait(int peer, int flag) const {
-    wait_signal(waiter, Slot::kTileFlag, peer, word(waiter.comm.rank, peer, flag), epoch);
+    wait_signal<kPatient>(waiter, Slot::kTileFlag, peer, word(waiter.comm.rank, peer, flag), epoch);
     // Between the acquire, of the generic proxy, and what TMA reads through the other one.
     ptx::fence_proxy_async();
   }
