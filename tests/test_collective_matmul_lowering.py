@@ -89,6 +89,15 @@ def test_one_kernel(name, can_run, calls_of):
     assert call["op"] == MOVES[name]
 
 
+@pytest.mark.parametrize("name, outer", [("gather", 3), ("scatter", 3), ("reduce", 1)])
+def test_several_matrices(name, outer, can_run, calls_of):
+    """Rows of each are gathered or scattered where they lie; for a reduction all are one matrix."""
+    sizes, config = ((3, 512, 32), (32, 48)), pk.Config(schedule="intra_sm")
+    (call,) = calls_of(name, sizes=sizes, config=config)
+    assert call["outer"] == outer
+    assert call["m"] == (512 if name == "gather" else 3 * 512)
+
+
 def test_blocks_that_communicate(can_run, calls_of):
     def blocks(**fields):
         (call,) = calls_of("gather", sizes=LARGE, config=pk.Config(**fields))
@@ -123,7 +132,7 @@ def test_further_weights_follow(can_run, mesh_of, lowered, calls):
         ("scatter", {"tile": (128, 128)}, None, "tiles of"),
         ("reduce", {"num_comm_sms": 4}, None, "every SM sends"),
         ("scatter", {"reduce_dtype": "float32"}, None, "one for all"),
-        ("scatter", {}, ((2, 16, 32), (32, 48)), "the rows of one matrix"),
+        ("scatter", {}, ((2, 16, 32), (32, 48)), "whole tiles"),
     ],
 )
 def test_why_not_one_kernel(name, config, sizes, reason, can_run, calls_of):

@@ -52,8 +52,9 @@ def find(ctx: Any, op: str, params: dict[str, Any]) -> Fused | str:
     if reason is not None:
         return reason
     record = hardware.lookup(devices[0].device_kind if devices else None)
-    num_sms = _selection.num_sms(devices) or record.num_sms
-    sizes = _Sizes(*x.shape, [_width(w, params) for w in ctx.avals_in[1:]], len(groups[0]))
+    num_sms = (_selection.num_sms(devices) if devices else None) or record.num_sms
+    outer, m, k = x.shape
+    sizes = _Sizes(outer, m, k, [_width(w, params) for w in ctx.avals_in[1:]], len(groups[0]))
     if op == GATHER:
         return _gather(groups, params, record, num_sms, sizes)
     return _sum(op, groups, params, record, num_sms, sizes)
@@ -88,17 +89,18 @@ def _why_not(ctx: Any, op: str, params: dict[str, Any]) -> str | None:
             return _selection.why_mixed(op, x.dtype, x.dtype, dtype)
         widths = [_width(w, params) for w in others]
         return all_gather_matmul_call.why_not(outer, rows, k, widths, params["axis_size"])
-    if outer > 1 and op != REDUCE:
-        return (
-            f"the fused {op} cuts the rows of one matrix, and x has {outer} in front of them; make "
-            "the scattered dimension the first"
-        )
     if len(others) > 1:
         return f"the fused {op} adds up one product, not {(len(others) + 1) // 2}"
     dtypes = (x.dtype, params["wire"], dtype)
     width = _width(others[0], params)
     return matmul_reduce_call.why_not(
-        outer * rows, k, width, params["axis_size"], dtypes, op == REDUCE
+        outer * rows,
+        k,
+        width,
+        params["axis_size"],
+        dtypes,
+        op == REDUCE,
+        1 if op == REDUCE else outer,
     )
 
 
@@ -184,6 +186,7 @@ def _sum(
             plan=plan,
             transpose_w=params["transpose_w"],
             all_reduce=all_reduce,
+            outer=1 if all_reduce else sizes.outer,
         )
         return y.reshape(x.shape[0], math.prod(y.shape[:-1]) // x.shape[0], p)
 
