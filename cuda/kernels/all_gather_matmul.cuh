@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(Shape::Crew::kThreads, Shape::Crew::kMinBlocks
             {args.product, shared, {args, &arrived}, {}, number}, {waiter, epoch}, &arrived};
         Shape::Crew::run(product);
       });
-  end_block(channel, this_epoch(channel));  // read again rather than kept
+  end_block(channel, epoch);
 }
 
 // ---- By name
