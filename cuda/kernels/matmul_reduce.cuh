@@ -66,6 +66,9 @@ struct ReduceMatmul
   using typename Base::At, typename Base::Part, typename Base::Tile;
   using Pending = PartialTile<kType, Shape::kConsumerN>;
   static_assert(sizeof(typename Base::Memory::B) == PartialLayout::kStageBytes);
+  // A consumer that waits for a piece may hold two steps and the piece between them.
+  static_assert(Shape::kStages >= 4);
+  static_assert(PartialLayout::kMostRanks <= ScatterWalk::kMostRanks);
 
   const ReduceArgs& all;
   const Waiter& waiter;

@@ -22,7 +22,8 @@ struct TileFlags {
   uint32_t epoch;  // of the call under way
 
   // One thread: `flag` < tile_flags(num_ranks) of this rank, at `peer`. The piece has arrived: its
-  // bulk stores are waited for in full, not `.read`, and a fence.proxy.async has followed.
+  // bulk stores are waited for in full, not `.read`, and a fence.proxy.async has followed; or other
+  // lanes' stores are gathered by a __syncwarp.
   __device__ __forceinline__ void announce(int peer, int flag) const {
     // Release of the piece; pairs with the acquire in the peer's wait().
     ptx::st_release_sys(word(peer, waiter.comm.rank, flag), epoch);
