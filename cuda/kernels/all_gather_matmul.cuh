@@ -137,7 +137,7 @@ GatherInstance gather_instance_of(MatmulTile tile, bool transpose_w) {
     return transpose_w ? make_gather_instance<Shape, kType, Major::kK>()
                        : make_gather_instance<Shape, kType, Major::kMn>();
   };
-  return tile == MatmulTile::k128x256 ? of(TileShape<128, 256, 4>{}) : of(TileShape<128, 128, 6>{});
+  return tile == MatmulTile::k128x256 ? of(Tile128x256{}) : of(Tile128x128{});
 }
 
 // Of one operand type, each compiled by itself.
