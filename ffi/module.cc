@@ -340,6 +340,7 @@ NB_MODULE(_ffi, m) {
   m.def(
       "scatter_walk",
       [](int num_m, int num_n, int num_ranks, int rank, int num_blocks, int lead) {
+        if (num_ranks > pk::ScatterWalk::kMostRanks) throw nb::value_error("too many ranks");
         const pk::MatmulWalk tiles{num_m, num_n, 1, num_blocks, 0, 1, 16, 0};
         return scattered_tiles(pk::ScatterWalk::make(tiles, num_ranks, rank, 0, lead));
       },

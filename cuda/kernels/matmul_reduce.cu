@@ -11,10 +11,9 @@ namespace pk {
 namespace {
 
 using matmul::ceil_div;
+using matmul::kBandRows;
+using matmul::kMostSize;
 using Shape = matmul::ReduceShape;
-
-constexpr int kBandRows = 2048;  // as of a plain product
-constexpr int64_t kMostSize = INT32_MAX - 256;
 
 matmul::ReduceInstance instance_of(bool bfloat16, bool transpose_w) {
   return bfloat16 ? matmul::reduce_bfloat16_instance(transpose_w)

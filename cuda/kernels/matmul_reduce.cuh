@@ -66,6 +66,9 @@ struct ReduceMatmul
   using typename Base::At, typename Base::Part, typename Base::Tile;
   using Pending = PartialTile<kType, Shape::kConsumerN>;
   static_assert(sizeof(typename Base::Memory::B) == PartialLayout::kStageBytes);
+  // A consumer that waits for a piece may hold two steps and the piece between them.
+  static_assert(Shape::kStages >= 4);
+  static_assert(PartialLayout::kMostRanks <= ScatterWalk::kMostRanks);
 
   const ReduceArgs& all;
   const Waiter& waiter;
@@ -277,14 +280,11 @@ __global__ void __launch_bounds__(Shape::Crew::kThreads, Shape::Crew::kMinBlocks
   }
   const Op op = args.all_reduce ? Op::kMatmulAllReduce : Op::kMatmulReduceScatter;
   const Waiter waiter{comm, op, args.channel};
-  split_by_arrival(
-      channel_of(waiter), 0, [](int) {},
-      [&](int number) {
-        if (threadIdx.x == 0) more.number = number;
-        __syncthreads();
-        Product product{{args.product, shared, {}, {}, number}, args, waiter, more};
-        Shape::Crew::run(product);
-      });
+  const int number = number_by_arrival(channel_of(waiter));
+  if (threadIdx.x == 0) more.number = number;
+  __syncthreads();
+  Product product{{args.product, shared, {}, {}, number}, args, waiter, more};
+  Shape::Crew::run(product);
 }
 
 }  // namespace pk::matmul
