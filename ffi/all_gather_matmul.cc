@@ -21,6 +21,7 @@ struct AllGatherMatmulSite : CallSite {
 
 ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(ffi::Dictionary attributes) {
   const auto decode = [&](AllGatherMatmulSite& site) {
+    require_bulk_stores(site.plan);
     site.load = load_all_gather_matmul;
     site.outer = integer(attributes, "outer", 1, INT32_MAX);
     site.m = integer(attributes, "m", 1, INT32_MAX);

@@ -22,6 +22,7 @@ struct MatmulReduceSite : CallSite {
 ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(const char* op, bool all_reduce,
                                                     const ffi::Dictionary& attributes) {
   return make_site<MatmulReduceSite>(op, attributes, [&](MatmulReduceSite& site) {
+    require_bulk_stores(site.plan);
     site.outer = integer(attributes, "outer", 1, INT32_MAX);
     site.m = integer(attributes, "m", 1, INT32_MAX);
     site.k = integer(attributes, "k", 1, INT32_MAX);
