@@ -89,6 +89,11 @@ def test_one_kernel(name, can_run, calls_of):
     assert call["op"] == MOVES[name]
 
 
+def test_a_default_of_many_sms_is_that_of_the_parts(can_run, calls_of):
+    with pk.use_config(num_comm_sms=200):
+        assert ops_of(calls_of("gather", sizes=LARGE, config=None)) == ["all_gather"]
+
+
 def test_blocks_that_communicate(can_run, calls_of):
     def blocks(**fields):
         (call,) = calls_of("gather", sizes=LARGE, config=pk.Config(**fields))
@@ -116,23 +121,36 @@ def test_further_weights_follow(can_run, mesh_of, lowered, calls):
 
 
 @pytest.mark.parametrize(
-    "name, config, sizes, reason",
+    "name, config, reason",
     [
-        ("gather", {"num_comm_sms": 4}, None, "no SM communicates alone"),
-        ("gather", {"tile": (64, 64)}, None, "tiles"),
-        ("scatter", {"tile": (128, 128)}, None, "tiles of"),
-        ("reduce", {"num_comm_sms": 4}, None, "every SM sends"),
-        ("scatter", {"reduce_dtype": "float32"}, None, "one for all"),
-        ("scatter", {}, ((2, 16, 32), (32, 48)), "the rows of one matrix"),
+        ("gather", {"num_comm_sms": 4}, "no SM communicates alone"),
+        ("gather", {"tile": (64, 64)}, "tiles"),
+        ("gather", {"schedule": "inter_sm", "num_comm_sms": 132}, "none of 132 SMs"),
+        ("scatter", {"tile": (128, 128)}, "tiles of"),
+        ("reduce", {"num_comm_sms": 4}, "every SM sends"),
+        ("scatter", {"reduce_dtype": "float32"}, "one for all"),
     ],
 )
-def test_why_not_one_kernel(name, config, sizes, reason, can_run, calls_of):
+def test_why_not_one_kernel(name, config, reason, can_run, calls_of):
     """A schedule that cannot be is an error with "cuda", and else what the parts do."""
-    config = pk.Config(schedule="intra_sm", **config)
-    sizes = sizes or ((16, 32), (32, 48))
+    config = pk.Config(**{"schedule": "intra_sm"} | config)
     with pytest.raises(NotImplementedError, match=reason):
-        calls_of(name, sizes=sizes, config=config, implementation="cuda")
-    assert MOVES[name] in ops_of(calls_of(name, sizes=sizes, config=config))
+        calls_of(name, config=config, implementation="cuda")
+    assert MOVES[name] in ops_of(calls_of(name, config=config))
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("ranks, rows", [(1, 16), (RANKS, 0)])
+def test_nothing_moves(name, ranks, rows, can_run, mesh_of, calls_of):
+    """One rank, or no rows: a schedule has nothing to share, which is no error."""
+    found = calls_of(
+        name,
+        mesh=mesh_of(x=ranks),
+        sizes=((rows, 32), (32, 48)),
+        config=pk.Config(schedule="intra_sm"),
+        implementation="cuda",
+    )
+    assert ops_of(found) == ["matmul"] * (rows > 0)
 
 
 @pytest.mark.parametrize("name", OPS)

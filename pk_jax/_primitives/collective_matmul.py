@@ -333,7 +333,7 @@ def _candidate(ctx: Any, op: str, params: dict[str, Any]) -> Any:
         reason = _selection.why_platform(op, *platforms)
         fall_back(op, implementation, _selection.Decision("reference", reason))
         return "reference"
-    if schedule == "sequential":
+    if schedule == "sequential" or fused.nothing_moves(ctx, params):
         return "unfused"
     found = fused.find(ctx, op, params)
     if isinstance(found, str):
