@@ -139,6 +139,28 @@ def test_why_not_one_kernel(name, config, reason, can_run, calls_of):
     assert MOVES[name] in ops_of(calls_of(name, config=config))
 
 
+def test_a_schedule_for_operands_of_two_dtypes(mesh_of, caplog):
+    """They are multiplied apart from the collective, which is said where a schedule was asked."""
+    _selection._logged.clear()
+    config = pk.Config(schedule="intra_sm")
+
+    def run(implementation):
+        op = functools.partial(
+            pk.all_gather_matmul, axis_name="x", implementation=implementation, config=config
+        )
+        f = mapped(op, mesh_of(x=RANKS), (P("x"), P()), P("x"))
+        shapes = (((RANKS, 8), "bfloat16"), ((8, 8), "float32"))
+        with jax.numpy_dtype_promotion("standard"), caplog.at_level("INFO", logger="pk_jax"):
+            return jax.eval_shape(f, *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+
+    run("reference")
+    assert not caplog.text
+    assert run(None).dtype == "float32"
+    assert "takes its parts one after the other: the operands have dtypes" in caplog.text
+    with pytest.raises(NotImplementedError, match="dtypes bfloat16 and float32; convert"):
+        run("cuda")
+
+
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("ranks, rows", [(1, 16), (RANKS, 0)])
 def test_nothing_moves(name, ranks, rows, can_run, mesh_of, calls_of):

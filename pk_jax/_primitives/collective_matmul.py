@@ -337,9 +337,7 @@ def _candidate(ctx: Any, op: str, params: dict[str, Any]) -> Any:
         return "unfused"
     found = fused.find(ctx, op, params)
     if isinstance(found, str):
-        if schedule is not None:
-            decision = _selection.Decision("unfused", found)
-            fall_back(f"{op} with schedule={schedule!r}", implementation, decision)
+        fused.refuse(op, implementation, params["config"], found)
         return "unfused"
     return found if schedule is not None or found.seconds < found.unfused_seconds else "unfused"
 

@@ -13,7 +13,7 @@ from jax.interpreters import mlir
 
 from pk_jax import _compat, _selection
 from pk_jax._primitives import all_gather_matmul_call, matmul_reduce_call, unfused
-from pk_jax._primitives.rules import call_site
+from pk_jax._primitives.rules import call_site, fall_back
 from pk_jax._tuning import (
     all_gather_matmul_model,
     cost_model,
@@ -21,6 +21,7 @@ from pk_jax._tuning import (
     matmul_model,
     matmul_reduce_model,
 )
+from pk_jax.config import Config
 
 GATHER = "all_gather_matmul"
 REDUCE = "matmul_all_reduce"
@@ -44,6 +45,13 @@ def nothing_moves(ctx: Any, params: dict[str, Any]) -> bool:
     """Whether there is nothing to hide: one rank, or no elements."""
     empty = any(0 in aval.shape for aval in (*ctx.avals_in, *ctx.avals_out))
     return empty or params["axis_size"] == 1
+
+
+def refuse(op: str, implementation: str | None, config: Config, reason: str) -> None:
+    """Says once why an op runs as its parts, if a schedule was asked for; raises it with "cuda"."""
+    if implementation != "reference" and config.schedule not in (None, "sequential"):
+        asked = f"{op} with schedule={config.schedule!r}"
+        fall_back(asked, implementation, _selection.Decision("unfused", reason))
 
 
 def find(ctx: Any, op: str, params: dict[str, Any]) -> Fused | str:
