@@ -67,7 +67,7 @@ def find(ctx: Any, op: str, params: dict[str, Any]) -> Fused | str:
     if reason is not None:
         return reason
     record = hardware.lookup(devices[0].device_kind if devices else None)
-    num_sms = _selection.num_sms(devices) or record.num_sms
+    num_sms = (_selection.num_sms(devices) if devices else None) or record.num_sms
     if op == GATHER:
         return _gather(groups, params, record, num_sms, sizes)
     return _sum(op, groups, params, record, num_sms, sizes)
@@ -101,7 +101,7 @@ def _why_not(ctx: Any, op: str, params: dict[str, Any], sizes: _Sizes) -> str | 
             return _selection.why_mixed(op, x.dtype, other.dtype, dtype)
     if op != GATHER:
         dtypes = (x.dtype, params["wire"], dtype)
-        return matmul_reduce_call.why_not(outer * m, k, *widths, ranks, dtypes, op == REDUCE)
+        return matmul_reduce_call.why_not(outer * m, k, widths[0], ranks, dtypes, op == REDUCE)
     if dtype not in (x.dtype, np.dtype("float32")):
         return _selection.why_mixed(op, x.dtype, x.dtype, dtype)
     return all_gather_matmul_call.why_not(outer, m, k, widths, ranks)
