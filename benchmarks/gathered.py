@@ -50,6 +50,7 @@ def run_case(
 ) -> tuple[records.Record, list[str]]:
     """Checks and times one case: each way to make the product, on operands drawn once."""
     xs, w = operands(mesh, case)
+    all_rows = [gathered(mesh, x) for x in xs]
     plans = plans_of(mesh, case) if mesh.devices.flat[0].platform == "gpu" else []
     chosen = plans if method.forced else plans[:1]
     programs: dict[str, timing.Program] = {}
@@ -57,7 +58,7 @@ def run_case(
     failures, skipped = [], {}
     count = products.num_calls(as_product(case))
     for name, way in ways(mesh, case, chosen).items():
-        rows = [gathered(mesh, x) for x in xs] if name in ALONE else xs
+        rows = all_rows if name in ALONE else xs
         compiled = mapped(mesh, functools.partial(_chain, way, count)).lower(rows, w).compile()
         errors[name] = largest_error(mesh, compiled, rows, xs, w, count)
         if name not in ("xla", *ALONE):
@@ -92,7 +93,12 @@ def _draw(shape: tuple[int, ...], seed: Any) -> jax.Array:
 
 def gathered(mesh: Mesh, x: jax.Array) -> jax.Array:
     """A copy of all rows on each device, one under the other, as shard_map cuts them."""
-    return mapped(mesh, lambda x, _: lax.all_gather(x, AXIS, tiled=True), P(AXIS))(x, None)
+    return _gather(mesh)(x, None)
+
+
+@functools.cache
+def _gather(mesh: Mesh) -> Any:
+    return mapped(mesh, lambda x, _: lax.all_gather(x, AXIS, tiled=True), P(AXIS))
 
 
 def mapped(mesh: Mesh, f: Any, out: Any = P(None, AXIS)) -> Any:  # noqa: B008

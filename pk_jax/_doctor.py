@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from pk_jax import _capability, _compat, _registry, _selection
+from pk_jax import _capability, _compat, _paths, _registry
 from pk_jax._tuning import cost_model, hardware
 from pk_jax._tuning.cost_model import Work
 
@@ -169,7 +169,7 @@ def _ops() -> list[dict[str, Any]]:
     """
     devices = jax.local_devices()
     rows: list[dict[str, Any]] = []
-    for op, implementation, reason in _selection.paths(devices):
+    for op, implementation, reason in _paths.paths(devices):
         row = {"op": op, "implementation": implementation, "reason": reason or None, "choices": []}
         if implementation == "cuda":
             row["choices"] = _choices(op, devices[0].device_kind, len(devices))

@@ -11,7 +11,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,11 +40,11 @@ HIERARCHICAL_OPS = ("all_gather", "psum", "pmax", "pmin", "pmean", "psum_scatter
 # The ops that do arithmetic. A pmean is a psum.
 _SUMS = ("psum", "pmean", "psum_scatter")
 _REDUCTIONS = (*_SUMS, "pmax", "pmin")
-_PRODUCTS = ("matmul", "ragged_dot")
-_COLLECTIVE_PRODUCTS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+PRODUCTS = ("matmul", "ragged_dot")
+COLLECTIVE_PRODUCTS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 # What no library may call its op: ops and custom calls of pk_jax.
-TAKEN = frozenset((*OPS, *_PRODUCTS, *_COLLECTIVE_PRODUCTS, "noop"))
+TAKEN = frozenset((*OPS, *PRODUCTS, *COLLECTIVE_PRODUCTS, "noop"))
 
 # The ops that are another's custom call.
 _CALLS: dict[str, str] = dict.fromkeys(("pmax", "pmin", "pmean"), "psum")
@@ -55,7 +55,7 @@ MAX_RANKS = 72
 COMPUTE_CAPABILITY = (9, 0)
 
 # What jax.Device.platform says of a CUDA device: JAX's own word for it, and XLA's.
-_GPU_PLATFORMS = ("gpu", "cuda")
+GPU_PLATFORMS = ("gpu", "cuda")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,14 +72,6 @@ class Decision:
     path: str
     reason: str = ""
     level: int = logging.INFO
-
-
-class Path(NamedTuple):
-    """One row of `paths`."""
-
-    op: str
-    path: str
-    reason: str
 
 
 def decide(
@@ -104,7 +96,7 @@ def decide(
     reason = why_not_dtype(dtype, op) or why_not_sizes(groups)
     if reason is not None:
         return Decision("reference", reason)
-    if devices is None or devices[0].platform not in _GPU_PLATFORMS:
+    if devices is None or devices[0].platform not in GPU_PLATFORMS:
         return Decision("reference", _NO_DEVICES)
     if auto_axes:
         return Decision("reference", why_auto_axes(auto_axes), logging.WARNING)
@@ -118,7 +110,7 @@ def decide(
 
 def num_sms(devices: Sequence[Device]) -> int | None:
     """SMs of the smallest of some devices, as their processes tell; None if none does."""
-    if devices[0].platform not in _GPU_PLATFORMS:
+    if devices[0].platform not in GPU_PLATFORMS:
         return None
     ids = {device.id for device in devices}
     records = _capability.of_processes(devices)
@@ -137,7 +129,7 @@ def why_not_dtype(dtype: Any, op: str | None = None) -> str | None:
         return f"dtype {dtype} is an extended dtype, and only plain elements are moved"
     if _compat.bits_per_element(dtype) < 8:
         return f"dtype {dtype} is smaller than a byte, and only whole bytes are moved"
-    if op in (*_PRODUCTS, *_COLLECTIVE_PRODUCTS):
+    if op in (*PRODUCTS, *COLLECTIVE_PRODUCTS):
         if dtype.name in _HALVES or (op == "matmul" and dtype.name == FLOAT8):
             return None
         return f"dtype {dtype} has no CUDA {op}; the kernels multiply {_HALVES}"
@@ -196,7 +188,7 @@ def why_no_kernel(op: str, capabilities: Sequence[Capability]) -> str | None:
     for process in capabilities:
         if f"pk_jax_{_CALLS.get(op, op)}" not in process.handlers:
             where = f"process {process.index}: " if len(capabilities) > 1 else ""
-            if op in (*OPS, *_PRODUCTS, *_COLLECTIVE_PRODUCTS):
+            if op in (*OPS, *PRODUCTS, *COLLECTIVE_PRODUCTS):
                 return f"{where}the extension library has no kernel for {op}; rebuild pk_jax"
             return (
                 f"{where}no library with a kernel for {op} was loaded; call pk_jax.load_ops() in "
@@ -251,22 +243,6 @@ def why_hierarchical(axes: Sequence[Any], inner: Sequence[Any], reason: str) -> 
     """What to say of an op that is composed, since the kernels cannot serve all its axes."""
     outer = tuple(axis for axis in axes if axis not in inner)
     return f"CUDA over {tuple(inner)} and jax.lax over {outer}, since {reason}"
-
-
-def paths(devices: Sequence[Device] | None = None) -> list[Path]:
-    """The path each op takes in a group of all the devices (this process's backend by default)."""
-    devices = list(devices if devices is not None else jax.devices())
-    rows = []
-    for op in OPS:
-        if devices[0].platform in _GPU_PLATFORMS:
-            decision = decide(op, jnp.dtype("float32"), [range(len(devices))], devices)
-            if op in HIERARCHICAL_OPS and _CROSSES_HOSTS in decision.reason:
-                advice = f"{decision.reason}; {_COMPOSED}"
-                decision = dataclasses.replace(decision, reason=advice)
-        else:
-            decision = Decision("reference", why_platform(op, devices[0].platform))
-        rows.append(Path(op, decision.path, decision.reason))
-    return rows
 
 
 def why_platform(op: str, *platforms: str) -> str:
@@ -339,12 +315,7 @@ ALONE = (
     "means the same there"
 )
 
-_CROSSES_HOSTS = "the axis crosses hosts"
-_COMPOSED = (
-    "over a tuple of axes of which some stay inside a host the op is hierarchical, CUDA inside and "
-    "jax.lax across"
-)
-
+CROSSES_HOSTS = "the axis crosses hosts"
 _NO_DEVICES = (
     "the CUDA devices are not known here (an AbstractMesh, jax.export or a mesh of other devices); "
     "pass jax.shard_map a concrete mesh or call jax.set_mesh(mesh)"
@@ -368,7 +339,7 @@ def _why_not_group(members: Sequence[tuple[Any, ...]]) -> str | None:
     for device, process, _ in members:
         if process.host_id != first_process.host_id:
             return (
-                f"{_CROSSES_HOSTS}: devices {first} (process {first_process.index}) and "
+                f"{CROSSES_HOSTS}: devices {first} (process {first_process.index}) and "
                 f"{device} (process {process.index}) cannot share memory"
             )
     if len({process.index for _, process, _ in members}) > 1:

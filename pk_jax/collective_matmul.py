@@ -17,7 +17,7 @@ from jax import lax
 
 from pk_jax import collectives
 from pk_jax import config as _config
-from pk_jax._primitives import checks, product_checks, product_types
+from pk_jax._primitives import checks, fused, product_checks, product_types
 from pk_jax._primitives import collective_matmul as _collective
 from pk_jax._primitives import matmul as _matmul
 from pk_jax.config import Config
@@ -38,8 +38,9 @@ def all_gather_matmul(
 ) -> Any:
     """The ranks' rows of x, times w: ``all_gather(x, axis_name, axis=axis, tiled=True) @ w``.
 
-    Several weights share one gather. Products are accumulated in fp32 and rounded once. At present
-    the gather and the products run one after the other.
+    Several weights share one gather. Products are accumulated in fp32 and rounded once. Where the
+    cost model expects it to be faster one kernel gathers and multiplies, by the widest weight, as
+    rows arrive; else the kernels, or ``jax.lax``, do so one after the other.
 
     The gradient of x is one :func:`matmul_reduce_scatter` with w transposed, whatever the number of
     weights. That of w reads the gathered x, which the forward pass has made: n * m * k elements are
@@ -53,11 +54,15 @@ def all_gather_matmul(
         preferred_element_type: dtype of the products; None is that of ``jnp.result_type(x, w)``.
         return_gathered: also return the gathered x.
         save_gathered: keep the gathered x for the gradient of w.
-        implementation: "cuda" runs the kernels of ``pk.all_gather`` and ``pk.matmul``; where they
-            cannot run the reason is a NotImplementedError. "reference" is ``jax.lax``. None gathers
-            by the kernels where they can run, and multiplies as ``pk.matmul`` does.
-        config: the knobs ``tile`` (of ``pk.matmul``), ``num_comm_sms`` and ``schedule``
-            ("sequential").
+        implementation: "cuda" runs the one kernel (float16 or bfloat16 operands of one dtype,
+            products of that dtype or float32) or those of ``pk.all_gather`` and ``pk.matmul``;
+            where they cannot run the reason is a NotImplementedError. "reference" is ``jax.lax``.
+            None is the one kernel too; else it gathers by the kernel where that can run, and
+            multiplies as ``pk.matmul`` does.
+        config: the knobs ``schedule``, ``num_comm_sms`` and ``tile``. "inter_sm" (some SMs push
+            rows to peers, the others multiply) and "intra_sm" (every SM does both) are one kernel,
+            with tiles (128, 256) and (128, 128), where it can run; "sequential" is one after the
+            other, with the tiles of ``pk.matmul``.
 
     Returns:
         [..., n * m, p]; for a sequence the tuple of them. With return_gathered a tuple in any case,
@@ -90,8 +95,7 @@ def all_gather_matmul(
         product_checks.check_states(op, axes, x=x, **{name: each})
     return_gathered = checks.check_flag(op, "return_gathered", return_gathered)
     save_gathered = checks.check_flag(op, "save_gathered", save_gathered)
-    together = len({operand.dtype for operand in (x, *ws)}) == 1
-    if axes and together and _matmul.why_partitioned(x, *ws) is None:
+    if axes and not _in_parts(op, implementation, resolved, x, *ws):
         gathered, *ys = _collective.all_gather_matmul(
             _in_rows(x, at),
             ws,
@@ -129,7 +133,9 @@ def matmul_reduce_scatter(
     product is accumulated in fp32 and rounded once, to the result's dtype or to
     ``config.reduce_dtype``, before it crosses the link; what the ranks have is added in rank order
     in fp32 and rounded once. Where ``jax.lax`` sums on GPUs, because pk's kernels cannot run, it
-    adds in an order of its own. At present the product and the sum run one after the other.
+    adds in an order of its own. Where the cost model expects it to be faster one kernel multiplies
+    and sums, so that finished tiles travel while the next are made; else the kernels, or
+    ``jax.lax``, do so one after the other.
 
     Its gradients share one :func:`all_gather_matmul`, of the cotangent with w transposed: the
     gradient of x is its product, that of w reads what it has gathered. x and w are kept for it.
@@ -141,11 +147,15 @@ def matmul_reduce_scatter(
         scatter_dimension: the dimension of x of whose rows each rank keeps a part, any but the
             last; divisible by n.
         preferred_element_type: dtype of the result; None is that of ``jnp.result_type(x, w)``.
-        implementation: "cuda" runs the kernels of ``pk.matmul`` and ``pk.psum_scatter``; where they
-            cannot run the reason is a NotImplementedError. "reference" is ``jax.lax``. None
-            multiplies as ``pk.matmul`` does, and sums by the kernels where they can run.
-        config: the knobs ``tile`` (of ``pk.matmul``), ``num_comm_sms``, ``schedule``
-            ("sequential") and ``reduce_dtype`` (of floating-point results alone).
+        implementation: "cuda" runs the one kernel (float16 or bfloat16, one dtype of operands,
+            result and what crosses the link) or those of ``pk.matmul`` and ``pk.psum_scatter``;
+            where they cannot run the reason is a NotImplementedError. "reference" is ``jax.lax``.
+            None is the one kernel too; else it multiplies as ``pk.matmul`` does, and sums by the
+            kernel where that can run.
+        config: the knobs ``schedule``, ``num_comm_sms``, ``tile`` and ``reduce_dtype`` (of
+            floating-point results alone). "intra_sm" (every SM multiplies, sends and sums) is the
+            one kernel where it can run, with tiles of (128, 256) and no ``num_comm_sms``;
+            "sequential" is one after the other, with the tiles of ``pk.matmul``.
 
     Returns:
         [..., m / n, p].
@@ -170,7 +180,7 @@ def matmul_reduce_scatter(
     x, w, dtype = _summands(op, x, w, axes, preferred_element_type, config)
     product_checks.check_scattered(op, x.shape, at, axes)
     options = {"dtype": dtype, "implementation": implementation, "config": resolved}
-    if not axes or _matmul.why_partitioned(x, w) is not None:
+    if not axes or _in_parts(op, implementation, resolved, x, w):
         scatter = {"scatter_dimension": at, "tiled": True}
         return _sum_last("psum_scatter", x, w, axes, scatter, **options)
     y = _collective.matmul_reduce_scatter(
@@ -222,7 +232,7 @@ def matmul_all_reduce(
     product_checks.check_operand(op, "x", x)
     x, w, dtype = _summands(op, x, w, axes, preferred_element_type, config)
     options = {"dtype": dtype, "implementation": implementation, "config": resolved}
-    if not axes or _matmul.why_partitioned(x, w) is not None:
+    if not axes or _in_parts(op, implementation, resolved, x, w):
         return _sum_last("psum", x, w, axes, {}, **options)
     y = _collective.matmul_all_reduce(
         [_in_rows(x, 0), w], axes, precision=_matmul.precision_of_call(), **options
@@ -236,6 +246,17 @@ def _resolve(
     """The axes and the Config that an op runs with."""
     _config.check_implementation(op, implementation)
     return checks.check_axes(op, axis_name), _config.resolve(op, config)
+
+
+def _in_parts(op: str, implementation: str | None, config: Config, *operands: Any) -> bool:
+    """Whether the collective and the product are bound apart, on the operands as they are."""
+    dtypes = sorted({operand.dtype.name for operand in operands})
+    reason = _matmul.why_partitioned(*operands)
+    if len(dtypes) > 1:
+        reason = f"the operands have dtypes {' and '.join(dtypes)}; convert them to one"
+    if reason is not None:
+        fused.refuse(op, implementation, config, reason)
+    return reason is not None
 
 
 def _in_rows(x: Any, at: int) -> Any:

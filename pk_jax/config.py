@@ -54,8 +54,8 @@ class Config:
     Attributes:
         mechanism: what moves the bytes: "copy_engine", "tma" or "register". The copy engine moves
             data over the link without SMs, and a few SMs empty the buffer in which it lands.
-        schedule: how communication and arithmetic share the chip: "sequential", "intra_sm" or
-            "inter_sm".
+        schedule: how communication and arithmetic share the chip: "sequential", one after the
+            other; "intra_sm", every SM does both; "inter_sm", some SMs communicate.
         num_comm_sms: how many SMs communicate, 1 to 512; with "copy_engine" those that empty the
             landing buffer, 32 at most.
         tile: rows and columns of the result that a thread block, or a cluster of them, makes at a

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pk_jax import _capability, _compat, _registry, _selection
+from pk_jax import _capability, _compat, _paths, _registry, _selection
 from pk_jax._capability import Capability, Gpu
 from pk_jax._primitives import ragged
 
@@ -393,9 +393,27 @@ def test_several_processes_without_a_store(library, monkeypatch):
 
 def test_paths_on_gpus(library):
     client = Client(devices=(0, 1))
-    rows = {row.op: row for row in _selection.paths(client.local_devices())}
+    rows = {row.op: row for row in _paths.paths(client.local_devices())}
     assert rows["all_gather"] == ("all_gather", "cuda", "")
     assert rows["psum"] == ("psum", "cuda", "")
+
+
+def test_paths_of_products_on_gpus(library):
+    """Which of them the kernels of the library can run, and what else they wait for."""
+
+    def path_of(op, devices=(0, 1)):
+        rows = _paths.paths(Client(devices=devices).local_devices())
+        return next(row[1:] for row in rows if row.op == op)
+
+    for op, path in (("matmul", "reference"), ("matmul_all_reduce", "unfused")):
+        assert path_of(op)[0] == path and f"no kernel for {op}" in path_of(op)[1]
+    names = [*HANDLERS, "pk_jax_matmul", "pk_jax_matmul_all_reduce"]
+    library.handlers = lambda: dict.fromkeys(names)
+    _capability.renew()
+    assert path_of("matmul") == ("reference", _selection.SLOWER)
+    path, reason = path_of("matmul_all_reduce")
+    assert path == "cuda" and "one kernel where" in reason
+    assert path_of("matmul_all_reduce", (0,))[0] == "unfused"
 
 
 def test_ops_loaded_later_are_seen_in_a_run_of_one_process(library, monkeypatch):

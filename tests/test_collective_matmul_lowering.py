@@ -98,6 +98,11 @@ def test_several_matrices(name, outer, can_run, calls_of):
     assert call["m"] == (512 if name == "gather" else 3 * 512)
 
 
+def test_a_default_of_many_sms_is_that_of_the_parts(can_run, calls_of):
+    with pk.use_config(num_comm_sms=200):
+        assert ops_of(calls_of("gather", sizes=LARGE, config=None)) == ["all_gather"]
+
+
 def test_blocks_that_communicate(can_run, calls_of):
     def blocks(**fields):
         (call,) = calls_of("gather", sizes=LARGE, config=pk.Config(**fields))
@@ -125,23 +130,58 @@ def test_further_weights_follow(can_run, mesh_of, lowered, calls):
 
 
 @pytest.mark.parametrize(
-    "name, config, sizes, reason",
+    "name, config, reason",
     [
-        ("gather", {"num_comm_sms": 4}, None, "no SM communicates alone"),
-        ("gather", {"tile": (64, 64)}, None, "tiles"),
-        ("scatter", {"tile": (128, 128)}, None, "tiles of"),
-        ("reduce", {"num_comm_sms": 4}, None, "every SM sends"),
-        ("scatter", {"reduce_dtype": "float32"}, None, "one for all"),
-        ("scatter", {}, ((2, 16, 32), (32, 48)), "whole tiles"),
+        ("gather", {"num_comm_sms": 4}, "no SM communicates alone"),
+        ("gather", {"tile": (64, 64)}, "tiles"),
+        ("gather", {"schedule": "inter_sm", "num_comm_sms": 132}, "none of 132 SMs"),
+        ("scatter", {"tile": (128, 128)}, "tiles of"),
+        ("reduce", {"num_comm_sms": 4}, "every SM sends"),
+        ("scatter", {"reduce_dtype": "float32"}, "one for all"),
     ],
 )
-def test_why_not_one_kernel(name, config, sizes, reason, can_run, calls_of):
+def test_why_not_one_kernel(name, config, reason, can_run, calls_of):
     """A schedule that cannot be is an error with "cuda", and else what the parts do."""
-    config = pk.Config(schedule="intra_sm", **config)
-    sizes = sizes or ((16, 32), (32, 48))
+    config = pk.Config(**{"schedule": "intra_sm"} | config)
     with pytest.raises(NotImplementedError, match=reason):
-        calls_of(name, sizes=sizes, config=config, implementation="cuda")
-    assert MOVES[name] in ops_of(calls_of(name, sizes=sizes, config=config))
+        calls_of(name, config=config, implementation="cuda")
+    assert MOVES[name] in ops_of(calls_of(name, config=config))
+
+
+def test_a_schedule_for_operands_of_two_dtypes(mesh_of, caplog):
+    """They are multiplied apart from the collective, which is said where a schedule was asked."""
+    _selection._logged.clear()
+    config = pk.Config(schedule="intra_sm")
+
+    def run(implementation):
+        op = functools.partial(
+            pk.all_gather_matmul, axis_name="x", implementation=implementation, config=config
+        )
+        f = mapped(op, mesh_of(x=RANKS), (P("x"), P()), P("x"))
+        shapes = (((RANKS, 8), "bfloat16"), ((8, 8), "float32"))
+        with jax.numpy_dtype_promotion("standard"), caplog.at_level("INFO", logger="pk_jax"):
+            return jax.eval_shape(f, *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+
+    run("reference")
+    assert not caplog.text
+    assert run(None).dtype == "float32"
+    assert "takes its parts one after the other: the operands have dtypes" in caplog.text
+    with pytest.raises(NotImplementedError, match="dtypes bfloat16 and float32; convert"):
+        run("cuda")
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("ranks, rows", [(1, 16), (RANKS, 0)])
+def test_nothing_moves(name, ranks, rows, can_run, mesh_of, calls_of):
+    """One rank, or no rows: a schedule has nothing to share, which is no error."""
+    found = calls_of(
+        name,
+        mesh=mesh_of(x=ranks),
+        sizes=((rows, 32), (32, 48)),
+        config=pk.Config(schedule="intra_sm"),
+        implementation="cuda",
+    )
+    assert ops_of(found) == ["matmul"] * (rows > 0)
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -10,7 +10,7 @@ from pk_jax import __main__ as command_line
 
 # The module: the package has a function of this name.
 from pk_jax import _doctor as doctor
-from pk_jax import _registry, _selection
+from pk_jax import _paths, _registry, _selection
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def test_report_is_json_and_complete(data):
 
 
 def test_every_op_has_a_path_and_a_reason_when_slow(data):
-    assert [row["op"] for row in data["ops"]] == list(_selection.OPS)
+    assert [row["op"] for row in data["ops"]] == list(_paths.OPS)
     for row in data["ops"]:
         assert row["implementation"] in ("cuda", "reference")
         assert (row["reason"] is None) == (row["implementation"] == "cuda")
@@ -177,7 +177,7 @@ def test_nccl_version():
 def test_command_line_prints_json(capsys):
     assert command_line.main(["doctor", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert [row["op"] for row in printed["ops"]] == list(_selection.OPS)
+    assert [row["op"] for row in printed["ops"]] == list(_paths.OPS)
     # The child changes a variable for itself; the report shows the caller's.
     assert printed["environment"] == doctor.environment()
 

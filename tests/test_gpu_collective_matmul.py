@@ -42,6 +42,41 @@ def want(name, n, dtype, to, x, w, ct):
     return y, (dx, (x.T @ ct).astype(jnp.dtype(dtype)))
 
 
+@pytest.mark.needs_gpus(2)
+def test_one_kernel_each_way():
+    """A layer of several matrices and weights, with its gradients, against the reference."""
+    devices = jax.devices("cuda")[:8]
+    mesh, n = Mesh(np.array(devices), ("x",)), len(devices)
+    rows, up, down = P(None, "x"), P(None, "x"), P("x")
+
+    def layer(x, u, v, w, implementation=None):
+        options = {"axis_name": "x", "implementation": implementation}
+        h, g = pk.all_gather_matmul(x, (u, v), axis=1, **options)
+        return pk.matmul_reduce_scatter(h - g, w, scatter_dimension=1, **options)
+
+    shapes = ((2, n * 136, 72), (72, n * 136), (72, n * 136), (n * 136, 72))
+    specs = (rows, up, up, down)
+    args = [
+        jax.device_put(values(shape, "bfloat16", seed=i), NamedSharding(mesh, spec))
+        for i, (shape, spec) in enumerate(zip(shapes, specs, strict=True))
+    ]
+
+    def run(*args, implementation=None):
+        f = mapped(functools.partial(layer, implementation=implementation), mesh, specs, rows)
+        y, pull = jax.vjp(f, *args)
+        return y, pull(jnp.sign(y))
+
+    with pk.use_config(schedule="intra_sm"):
+        fused = jax.jit(run)
+        text = fused.lower(*args).as_text()
+        got = fused(*args)
+    assert text.count("@pk_jax_all_gather_matmul(") == 2
+    assert text.count("@pk_jax_matmul_reduce_scatter(") == 2
+    expected = jax.jit(functools.partial(run, implementation="reference"))(*args)
+    for one, right in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+        check_equal(one, right)
+
+
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_values_and_gradients(platform):
     on_gpus = platform == "cuda"

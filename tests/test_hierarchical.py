@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import pk_jax as pk
-from pk_jax import _selection
+from pk_jax import _paths, _selection
 from pk_jax._primitives import hierarchical
 from pk_jax._tuning import hardware
 
@@ -263,8 +263,8 @@ def test_the_path_is_logged(lowered_over, caplog):
 def test_the_doctor_knows(monkeypatch):
     crosses = _selection.Decision("reference", "the axis crosses hosts: devices 1 and 2")
     monkeypatch.setattr(_selection, "decide", lambda *_: crosses)
-    monkeypatch.setattr(_selection, "_GPU_PLATFORMS", ("cpu",))
-    for row in _selection.paths(jax.devices("cpu")):
+    monkeypatch.setattr(_selection, "GPU_PLATFORMS", ("cpu",))
+    for row in _paths.paths(jax.devices("cpu")):
         assert ("the op is hierarchical" in row.reason) == (row.op in _selection.HIERARCHICAL_OPS)
 
 

@@ -333,13 +333,11 @@ def _candidate(ctx: Any, op: str, params: dict[str, Any]) -> Any:
         reason = _selection.why_platform(op, *platforms)
         fall_back(op, implementation, _selection.Decision("reference", reason))
         return "reference"
-    if schedule == "sequential":
+    if schedule == "sequential" or fused.nothing_moves(ctx, params):
         return "unfused"
     found = fused.find(ctx, op, params)
     if isinstance(found, str):
-        if schedule is not None:
-            decision = _selection.Decision("unfused", found)
-            fall_back(f"{op} with schedule={schedule!r}", implementation, decision)
+        fused.refuse(op, implementation, params["config"], found)
         return "unfused"
     return found if schedule is not None or found.seconds < found.unfused_seconds else "unfused"
 

@@ -1,10 +1,10 @@
 """Products with a collective in one kernel: where it can run, what it should cost, and its call.
 
-A candidate of `collective_matmul.py`, beside the composition of `unfused.py`.
+A candidate of `collective_matmul.py`, beside the composition of `unfused.py`. Of a sum over pairs
+both make one product, joined along k.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,8 +12,8 @@ import numpy as np
 from jax.interpreters import mlir
 
 from pk_jax import _compat, _selection
-from pk_jax._primitives import all_gather_matmul_call, matmul_reduce_call
-from pk_jax._primitives.rules import call_site
+from pk_jax._primitives import all_gather_matmul_call, matmul_reduce_call, unfused
+from pk_jax._primitives.rules import call_site, fall_back
 from pk_jax._tuning import (
     all_gather_matmul_model,
     cost_model,
@@ -21,6 +21,7 @@ from pk_jax._tuning import (
     matmul_model,
     matmul_reduce_model,
 )
+from pk_jax.config import Config
 
 GATHER = "all_gather_matmul"
 REDUCE = "matmul_all_reduce"
@@ -40,28 +41,40 @@ class Fused(NamedTuple):
     rule: Callable[..., Any]
 
 
+def nothing_moves(ctx: Any, params: dict[str, Any]) -> bool:
+    """Whether there is nothing to hide: one rank, or no elements."""
+    empty = any(0 in aval.shape for aval in (*ctx.avals_in, *ctx.avals_out))
+    return empty or params["axis_size"] == 1
+
+
+def refuse(op: str, implementation: str | None, config: Config, reason: str) -> None:
+    """Says once why an op runs as its parts, if a schedule was asked for; raises it with "cuda"."""
+    if implementation != "reference" and config.schedule not in (None, "sequential"):
+        asked = f"{op} with schedule={config.schedule!r}"
+        fall_back(asked, implementation, _selection.Decision("unfused", reason))
+
+
 def find(ctx: Any, op: str, params: dict[str, Any]) -> Fused | str:
     """The fused kernel of an op that is being lowered for CUDA, or why there is none."""
     groups = _compat.rank_groups(ctx, params["axis_name"], None)
     devices = _compat.mesh_devices(ctx)
-    x = ctx.avals_in[0]
-    reason = _why_not(ctx, op, params)
+    sizes = _sizes(ctx, op, params)
+    reason = _why_not(ctx, op, params, sizes)
     if reason is None:
-        decision = _selection.decide(op, x.dtype, groups, devices, _compat.auto_axes(ctx))
+        dtype = ctx.avals_in[0].dtype
+        decision = _selection.decide(op, dtype, groups, devices, _compat.auto_axes(ctx))
         reason = None if decision.path == "cuda" else decision.reason
     if reason is not None:
         return reason
     record = hardware.lookup(devices[0].device_kind if devices else None)
     num_sms = (_selection.num_sms(devices) if devices else None) or record.num_sms
-    outer, m, k = x.shape
-    sizes = _Sizes(outer, m, k, [_width(w, params) for w in ctx.avals_in[1:]], len(groups[0]))
     if op == GATHER:
         return _gather(groups, params, record, num_sms, sizes)
     return _sum(op, groups, params, record, num_sms, sizes)
 
 
 class _Sizes(NamedTuple):
-    """Those of x, the columns of each w, and the ranks."""
+    """Those of x, the columns of each w, and the ranks; pairs are one x and one w, joined."""
 
     outer: int
     m: int
@@ -70,38 +83,28 @@ class _Sizes(NamedTuple):
     ranks: int
 
 
-def _width(w: Any, params: dict[str, Any]) -> int:
-    return w.shape[0] if params["transpose_w"] else w.shape[1]
+def _sizes(ctx: Any, op: str, params: dict[str, Any]) -> _Sizes:
+    (outer, m, k), ws = ctx.avals_in[0].shape, ctx.avals_in[1:]
+    if op != GATHER:
+        k, ws = sum(x.shape[2] for x in ctx.avals_in[::2]), ws[:1]
+    widths = [w.shape[0] if params["transpose_w"] else w.shape[1] for w in ws]
+    return _Sizes(outer, m, k, widths, params["axis_size"])
 
 
-def _why_not(ctx: Any, op: str, params: dict[str, Any]) -> str | None:
-    """Why the kernels do not take these shapes and dtypes; None if they do."""
+def _why_not(ctx: Any, op: str, params: dict[str, Any], sizes: _Sizes) -> str | None:
+    """Why the kernels do not take these sizes and dtypes; None if they do."""
     x, *others = ctx.avals_in
-    if any(0 in aval.shape for aval in (*ctx.avals_in, *ctx.avals_out)):
-        return f"the fused {op} takes no empty arrays"
-    outer, rows, k = x.shape
-    for w in others:
-        if w.dtype != x.dtype:
-            return _selection.why_mixed(op, x.dtype, w.dtype, params["dtype"])
+    outer, m, k, widths, ranks = sizes
     dtype = params["dtype"]
-    if op == GATHER:
-        if dtype not in (x.dtype, np.dtype("float32")):
-            return _selection.why_mixed(op, x.dtype, x.dtype, dtype)
-        widths = [_width(w, params) for w in others]
-        return all_gather_matmul_call.why_not(outer, rows, k, widths, params["axis_size"])
-    if len(others) > 1:
-        return f"the fused {op} adds up one product, not {(len(others) + 1) // 2}"
-    dtypes = (x.dtype, params["wire"], dtype)
-    width = _width(others[0], params)
-    return matmul_reduce_call.why_not(
-        outer * rows,
-        k,
-        width,
-        params["axis_size"],
-        dtypes,
-        op == REDUCE,
-        1 if op == REDUCE else outer,
-    )
+    for other in others:
+        if other.dtype != x.dtype:
+            return _selection.why_mixed(op, x.dtype, other.dtype, dtype)
+    if op != GATHER:
+        dtypes = (x.dtype, params["wire"], dtype)
+        return matmul_reduce_call.why_not(outer * m, k, widths[0], ranks, dtypes, op == REDUCE)
+    if dtype not in (x.dtype, np.dtype("float32")):
+        return _selection.why_mixed(op, x.dtype, x.dtype, dtype)
+    return all_gather_matmul_call.why_not(outer, m, k, widths, ranks)
 
 
 def _gather(
@@ -119,6 +122,8 @@ def _gather(
     intra_sm, num_comm = config.schedule == "intra_sm", config.num_comm_sms
     if intra_sm and num_comm is not None:
         return f"with schedule='intra_sm' no SM communicates alone, not num_comm_sms={num_comm}"
+    if num_comm is not None and num_comm >= num_sms:
+        return f"num_comm_sms={num_comm} leaves none of {num_sms} SMs to multiply"
     plan = all_gather_matmul_model.choose(
         record,
         m,
@@ -162,7 +167,8 @@ def _sum(
     num_sms: int,
     sizes: _Sizes,
 ) -> Fused | str:
-    m, k, (p,), ranks = sizes.outer * sizes.m, sizes.k, sizes.widths, sizes.ranks
+    outer, rows, k, (p,), ranks = sizes
+    m = outer * rows
     config, all_reduce = params["config"], op == REDUCE
     tile = (matmul_reduce_model.TILE.rows, matmul_reduce_model.TILE.cols)
     if config.tile not in (None, tile):
@@ -178,7 +184,17 @@ def _sum(
         work = cost_model.Work("psum_scatter", num_bytes, ranks, num_bytes // ranks)
     total = cost_model.choose(record, work).seconds
 
-    def call(x: Any, w: Any, *, site: Any) -> Any:
+    # Of several matrices a rank's rows do not follow each other. The kernel goes by whole tiles
+    # where they lie; others are copied first.
+    several = outer > 1 and not all_reduce
+    in_place = several and rows // ranks % tile[0] == 0
+    strided = several and not in_place
+    copy_s = matmul_model.LAUNCH_S + 2 * m * k * _ITEMSIZE / matmul_model.HBM_BANDWIDTH
+
+    def call(*pairs: Any, site: Any) -> Any:
+        x, w = unfused.joined(*pairs, transpose_w=params["transpose_w"])
+        if strided:
+            x = x.reshape(outer, ranks, rows // ranks, k).swapaxes(0, 1)
         y = matmul_reduce_call.call(
             x.reshape(m, k),
             w,
@@ -186,12 +202,13 @@ def _sum(
             plan=plan,
             transpose_w=params["transpose_w"],
             all_reduce=all_reduce,
-            outer=1 if all_reduce else sizes.outer,
+            outer=outer if in_place else 1,
         )
-        return y.reshape(x.shape[0], math.prod(y.shape[:-1]) // x.shape[0], p)
+        return y.reshape(outer, rows if all_reduce else rows // ranks, p)
 
+    seconds = plan.seconds + strided * copy_s
     unfused_seconds = matmul_model.choose(m, p, k, num_sms).seconds + total
-    return Fused(plan.seconds, unfused_seconds, _rule(call, groups, several=False))
+    return Fused(seconds, unfused_seconds, _rule(call, groups, several=False))
 
 
 _ITEMSIZE = 2  # of what the kernels multiply
