@@ -32,10 +32,13 @@ def made(monkeypatch, can_run):
         gathered = lax.all_gather(x, "x", axis=1, tiled=True)
         return gathered, [product(gathered, w, transpose_w) for w in weights]
 
-    def reduce(x, w, *, transpose_w, all_reduce, **_):
+    def reduce(x, w, *, transpose_w, all_reduce, outer, **_):
         found.append(["reduce" if all_reduce else "scatter", x.shape, w.shape])
         y = product(x, w, transpose_w)
-        return lax.psum(y, "x") if all_reduce else lax.psum_scatter(y, "x", tiled=True)
+        if all_reduce:
+            return lax.psum(y, "x")
+        y = y.reshape(outer, -1, y.shape[1])
+        return lax.psum_scatter(y, "x", scatter_dimension=1, tiled=True).reshape(-1, y.shape[2])
 
     def candidate(ctx, op, params):
         asked = params["implementation"] == "reference"
@@ -89,6 +92,19 @@ def test_scatter_of_several_matrices(at, made, mesh_of):
     )
     assert ["scatter", (6 * RANKS**2, 2), (2, 5)] in made
     assert any(op == "gather" for op, *_ in made)
+
+
+def test_scatter_of_several_matrices_by_whole_tiles(made, mesh_of):
+    """Where a rank's rows are whole tiles, x goes in as it lies."""
+    check(
+        lambda x, w, **kwargs: pk.matmul_reduce_scatter(x, w, "x", **kwargs),
+        mesh_of(x=RANKS),
+        (P(None, None, "x"), ROWS),
+        P(None, "x"),
+        (2, 128 * RANKS, 2 * RANKS),
+        (2 * RANKS, 5),
+    )
+    assert ["scatter", (2 * 128 * RANKS, 2), (2, 5)] in made
 
 
 def test_reduce_of_a_tangent(made, mesh_of):
