@@ -23,6 +23,7 @@ from pk_jax._tuning.collective_cases import COLLECTIVES, PREFIXES, CollectiveCas
 
 PAGES = ("README.md", "docs/benchmarks.md")
 PRODUCTS = ("matmul", "ragged_dot")
+FUSED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 IMAGE = "docs/images/collectives.png"
 Rows = dict[tuple[str, int, int], records.Record]
 
@@ -235,12 +236,50 @@ def products(rows: Rows) -> str:
     )
 
 
+def fused(rows: Rows) -> str:
+    """A row for every product with a collective, against its bound and XLA's composition."""
+    found = [row for op in FUSED for row in rows.values() if row.op == op and row.median_us]
+    if not found:
+        return ""
+    lines = [
+        "| case | op | plan | pk, us | product alone | link alone | over the larger | XLA "
+        "| speed-up |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in found:
+        plan = ", ".join(f"{name} {value}" for name, value in (row.config or {}).items())
+        times = (row.median_us, row.compute_us, row.link_us)
+        ratio = f"{row.ratio:.2f}" if row.ratio else ""
+        speedup = f"{row.speedup:.2f}x" if row.speedup else ""
+        cells = [
+            row.id,
+            f"`{row.op}`",
+            plan,
+            *map(number, times),
+            ratio,
+            number(row.baselines.get("xla")),
+        ]
+        lines.append(f"| {' | '.join((*cells, speedup))} |")
+    newest = max(found, key=lambda row: row.date or "")
+    commits = ", ".join(sorted({(row.commit or "unknown")[:7] for row in found}))
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"{newest.ranks}x {newest.gpu}, driver {newest.driver}, CUDA {newest.cuda}, jax "
+            f"{newest.jax}, commit {commits}, {(newest.date or '')[:10]}: `benchmarks/run.py --op` "
+            "and the op. Medians, random bfloat16, XLA in the same run.",
+        ]
+    )
+
+
 SECTIONS: dict[str, Callable[[Rows], str]] = {
     "collectives": collectives,
     "targets": targets,
     "layouts": layouts,
     "mixed": mixed,
     "products": products,
+    "fused": fused,
 }
 
 
@@ -282,7 +321,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"no records of collectives under {args.results}", file=sys.stderr)
         return 1
     rows = rows_of(box, (*PREFIXES, "mixed"))
-    shown = rows | rows_of(newest_box(args.results, PRODUCTS), PRODUCTS)
+    shown = dict(rows)
+    for ops in (PRODUCTS, FUSED):
+        shown |= rows_of(newest_box(args.results, ops), ops)
     differ = False
     for page in [args.root / name for name in PAGES]:
         old = new = page.read_text()

@@ -21,6 +21,7 @@ struct AllGatherMatmulSite : CallSite {
 
 ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(ffi::Dictionary attributes) {
   const auto decode = [&](AllGatherMatmulSite& site) {
+    require_bulk_stores(site.plan);
     site.load = load_all_gather_matmul;
     site.outer = integer(attributes, "outer", 1, INT32_MAX);
     site.m = integer(attributes, "m", 1, INT32_MAX);
@@ -44,7 +45,7 @@ ffi::Error execute(CallSite* call_site, cudaStream_t stream, int32_t device,
     Communicator& communicator = site.communicator(device);
     const ffi::AnyBuffer x = operand(operands, 0), w = operand(operands, 1);
     const ffi::AnyBuffer gathered = result(results, 0), y = result(results, 1);
-    const int64_t part_rows = site.outer * site.m, rows = part_rows * site.num_ranks();
+    const int64_t part_rows = site.outer * site.m;
     AllGatherMatmulOperands in{};
     in.outer = site.outer;
     in.m = site.m;
@@ -52,6 +53,7 @@ ffi::Error execute(CallSite* call_site, cudaStream_t stream, int32_t device,
     in.p = site.p;
     in.pitch_x = pitch_of("x", x, part_rows, in.k);
     in.pitch_w = site.transpose_w ? pitch_of("w", w, in.p, in.k) : pitch_of("w", w, in.k, in.p);
+    const int64_t rows = part_rows * site.num_ranks();  // of what x was found to have: no overflow
     in.pitch_y = pitch_of("the product", y, rows, in.p);
     if (pitch_of("the gathered matrix", gathered, rows, in.k) != in.pitch_x ||
         gathered.element_type() != x.element_type())

@@ -103,7 +103,7 @@ inline void run_matmul_reduce(Communicator& communicator, MatmulReduceOperands i
     throw Error("scratch of " + std::to_string(scratch_bytes) + " bytes; " +
                 std::to_string(needed) + " are needed");
   in.scratch.offset = communicator.publish(in.scratch.address, scratch_bytes);
-  in.y.offset = communicator.publish(in.y.address, result_bytes);
+  if (in.all_reduce) in.y.offset = communicator.publish(in.y.address, result_bytes);
   check(launch_matmul_reduce(communicator.view(), in, plan, stream), "launch");
 }
 

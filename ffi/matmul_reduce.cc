@@ -14,7 +14,7 @@ namespace {
 namespace ffi = xla::ffi;
 
 struct MatmulReduceSite : CallSite {
-  int64_t m, k, p;
+  int64_t outer, m, k, p;
   bool transpose_w, all_reduce;
   int lead;
 };
@@ -22,6 +22,8 @@ struct MatmulReduceSite : CallSite {
 ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(const char* op, bool all_reduce,
                                                     const ffi::Dictionary& attributes) {
   return make_site<MatmulReduceSite>(op, attributes, [&](MatmulReduceSite& site) {
+    require_bulk_stores(site.plan);
+    site.outer = integer(attributes, "outer", 1, INT32_MAX);
     site.m = integer(attributes, "m", 1, INT32_MAX);
     site.k = integer(attributes, "k", 1, INT32_MAX);
     site.p = integer(attributes, "p", 1, INT32_MAX);
@@ -32,9 +34,11 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(const char* op, bool all_red
     if (site.num_ranks() > kMatmulReduceRanks)
       throw Error(std::to_string(site.num_ranks()) + " ranks; the most is " +
                   std::to_string(kMatmulReduceRanks));
-    if (!all_reduce && site.m % site.num_ranks() != 0)
-      throw Error(std::to_string(site.m) + " rows for " + std::to_string(site.num_ranks()) +
-                  " ranks");
+    if (all_reduce ? site.outer != 1
+                   : site.m % site.num_ranks() != 0 ||
+                         !matmul_reduce_takes(site.outer, site.m, site.num_ranks()))
+      throw Error(std::to_string(site.m) + " rows in " + std::to_string(site.outer) +
+                  " matrices for " + std::to_string(site.num_ranks()) + " ranks");
   });
 }
 
@@ -54,6 +58,7 @@ ffi::Error execute(CallSite* call_site, cudaStream_t stream, int32_t device,
     const ffi::AnyBuffer x = operand(operands, 0), w = operand(operands, 1);
     const ffi::AnyBuffer y = result(results, 0), scratch = result(results, 1);
     MatmulReduceOperands in{};
+    in.outer = site.outer;
     in.m = site.m;
     in.k = site.k;
     in.p = site.p;

@@ -32,6 +32,13 @@ inline xla::ffi::Error load_once(const char* op, std::atomic<bool> (&loaded)[kMa
   });
 }
 
+// Products with a collective move data in one way, by blocks of the plan's number.
+inline void require_bulk_stores(const Plan& plan) {
+  if (plan.mechanism != Mechanism::kTma || plan.protocol != Protocol::kSimple ||
+      plan.num_blocks < 1)
+    throw Error("products with a collective go by mechanism tma, protocol simple, and num_blocks");
+}
+
 // The pitch of a buffer that must hold `rows` rows of at least `cols`, in a batch of `batch` if
 // that is not 0, with rows of a multiple of `multiple` elements.
 inline int64_t pitch_of(const char* name, const xla::ffi::AnyBuffer& buffer, int64_t rows,

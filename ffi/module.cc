@@ -307,20 +307,18 @@ NB_MODULE(_ffi, m) {
   m.def(
       "matmul_walk",
       [](int num_m, int num_n, int num_steps, int num_blocks, int split_tiles, int split,
-         int band_rows, int first_m) {
-        return parts_of(
-            {num_m, num_n, num_steps, num_blocks, split_tiles, split, band_rows, first_m});
+         int band_rows) {
+        return parts_of({num_m, num_n, num_steps, num_blocks, split_tiles, split, band_rows});
       },
       nb::arg("num_m"), nb::arg("num_n"), nb::arg("num_steps"), nb::arg("num_blocks"),
       nb::arg("split_tiles") = 0, nb::arg("split") = 1, nb::arg("band_rows") = 16,
-      nb::arg("first_m") = 0,
       "The walk of a matrix product: (m, n, first step, end) of each block's parts, in its "
       "order.");
   m.def(
       "gather_walk",
       [](int part_rows, int row_bytes, int rank, int num_ranks, int num_n, int num_blocks,
          int tile_rows, int band_rows, bool small_pieces, int outer) {
-        const pk::MatmulWalk tiles{0, num_n, 1, num_blocks, 0, 1, band_rows, 0};
+        const pk::MatmulWalk tiles{0, num_n, 1, num_blocks, 0, 1, band_rows};
         const auto pieces =
             pk::GatherPieces::make(outer, int64_t{part_rows} * row_bytes, rank, num_ranks,
                                    small_pieces, pk::tile_flags(num_ranks));
@@ -340,7 +338,8 @@ NB_MODULE(_ffi, m) {
   m.def(
       "scatter_walk",
       [](int num_m, int num_n, int num_ranks, int rank, int num_blocks, int lead) {
-        const pk::MatmulWalk tiles{num_m, num_n, 1, num_blocks, 0, 1, 16, 0};
+        if (num_ranks > pk::ScatterWalk::kMostRanks) throw nb::value_error("too many ranks");
+        const pk::MatmulWalk tiles{num_m, num_n, 1, num_blocks, 0, 1, 16};
         return scattered_tiles(pk::ScatterWalk::make(tiles, num_ranks, rank, 0, lead));
       },
       nb::arg("num_m"), nb::arg("num_n"), nb::arg("num_ranks"), nb::arg("rank"),

@@ -182,10 +182,11 @@ void reduce(const Run& run, const std::string& dtype, const std::string& reducti
 
 // Operands are x, then w, with rows padded to 8 elements of 16 bits; so is the result.
 void matmul_reduce(const Run& run, int64_t m, int64_t k, int64_t p, const std::string& dtype,
-                   bool transpose_w, bool all_reduce, int lead) {
+                   bool transpose_w, bool all_reduce, int lead, int64_t outer) {
   const auto padded = [](int64_t size) { return (size + 7) / 8 * 8; };
   const int ranks = run.ranks.num_ranks();
   MatmulReduceOperands shape{};
+  shape.outer = outer;
   shape.m = m;
   shape.k = k;
   shape.p = p;
@@ -322,7 +323,8 @@ void bind_virtual_ranks(nb::module_& module) {
   method(type, "matmul_reduce", &matmul_reduce,
          "Operands are x [m, k], then w [k, p] or [p, k], 16-bit rows padded to 8 elements.",
          nb::arg("m"), nb::arg("k"), nb::arg("p"), nb::arg("dtype") = "bfloat16",
-         nb::arg("transpose_w") = false, nb::arg("all_reduce") = false, nb::arg("lead") = 1);
+         nb::arg("transpose_w") = false, nb::arg("all_reduce") = false, nb::arg("lead") = 1,
+         nb::arg("outer") = 1);
   method(type, "ragged_all_to_all", &ragged_all_to_all,
          "Operands end with int32 input_offsets, send_sizes, output_offsets of num_updates each.",
          nb::arg("row_bytes"), nb::arg("num_updates"), nb::arg("checks") = false);

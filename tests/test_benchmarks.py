@@ -285,6 +285,18 @@ def test_report_of_products():
     assert report.products({}) == ""
 
 
+def test_report_of_products_with_a_collective():
+    row = records.Record(
+        id="agmm-x", op="all_gather_matmul", ranks=2, processes=1, median_us=12.0, compute_us=10.0,
+        link_us=5.0, ratio=1.2, baselines={"xla": 18.0, "xla_dot": 10.0}, speedup=1.5,
+        config={"num_comm_sms": 4}, commit="0123456789", date="2026-01-02",
+    )  # fmt: skip
+    text = report.fused({row.key: row})
+    cells = "agmm-x | `all_gather_matmul` | num_comm_sms 4 | 12 | 10 | 5 | 1.20 | 18 | 1.50x"
+    assert f"| {cells} |" in text and "commit 0123456," in text
+    assert report.fused({}) == ""
+
+
 def test_report_without_records(tmp_path, capsys):
     assert report.main(["--results", str(tmp_path)]) == 1
     assert "no records" in capsys.readouterr().err

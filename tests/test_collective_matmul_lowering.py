@@ -89,6 +89,15 @@ def test_one_kernel(name, can_run, calls_of):
     assert call["op"] == MOVES[name]
 
 
+@pytest.mark.parametrize("name, outer", [("gather", 3), ("scatter", 3), ("reduce", 1)])
+def test_several_matrices(name, outer, can_run, calls_of):
+    """Rows of each are gathered or scattered where they lie; for a reduction all are one matrix."""
+    sizes, config = ((3, 512, 32), (32, 48)), pk.Config(schedule="intra_sm")
+    (call,) = calls_of(name, sizes=sizes, config=config)
+    assert call["outer"] == outer
+    assert call["m"] == (512 if name == "gather" else 3 * 512)
+
+
 def test_a_default_of_many_sms_is_that_of_the_parts(can_run, calls_of):
     with pk.use_config(num_comm_sms=200):
         assert ops_of(calls_of("gather", sizes=LARGE, config=None)) == ["all_gather"]

@@ -124,8 +124,8 @@ def _step(rules, state, r, what, piece):
         data = _set(data, peer, _set(data[peer], piece, call))
     elif what == "raise":
         flags = _set(flags, peer, _set(flags[peer], piece, call))
-    elif what == "see" and flags[r][piece] < (call if rules.epochs else 1):
-        return None
+    elif what == "see" and (flags[r][piece] != call if rules.epochs else flags[r][piece] < 1):
+        return None  # equal, too: the next call's flag does not come before this one is seen
     elif what == "use":
         assert data[r][piece] == call, f"rank {r} uses a piece that is not there"
     return invited, flags, data

@@ -58,13 +58,14 @@ def _run(
     transpose_w=False,
     dtype="bfloat16",
     rows=None,
+    outer=1,
     calls=3,
     seed=0,
     **kwargs,
 ):
     """Random operands through `calls` calls; every bit of the results compared."""
     n, (m, k, p), dtype = ranks.num_ranks, shape, jnp.dtype(dtype)
-    m = rows or n * m
+    m = rows or outer * n * m
     rng = np.random.default_rng(seed)
     x = rng.integers(-8, 9, (calls, n, m, k)).astype(np.float32)
     w = rng.integers(-8, 9, (calls, n, k, p)).astype(np.float32)
@@ -82,13 +83,15 @@ def _run(
         dtype=dtype.name,
         transpose_w=transpose_w,
         all_reduce=all_reduce,
+        outer=outer,
         **kwargs,
     )
     got = results.view(dtype).reshape(calls, n, kept, -1)[..., :p]
     want = in_rank_order((x @ w).astype(dtype), "sum", dtype)  # [calls, m, p]
-    want = (
-        np.broadcast_to(want[:, None], got.shape) if all_reduce else want.reshape(calls, n, kept, p)
-    )
+    if all_reduce:
+        want = np.broadcast_to(want[:, None], got.shape)
+    else:  # each rank's share of the rows of each matrix
+        want = want.reshape(calls, outer, n, -1, p).swapaxes(1, 2).reshape(calls, n, kept, p)
     np.testing.assert_array_equal(got.view(np.uint16), np.ascontiguousarray(want).view(np.uint16))
     return results
 
@@ -98,6 +101,11 @@ def _run(
 def test_values(ranks, shape, all_reduce):
     _run(ranks, shape, all_reduce=all_reduce)
     _run(ranks, shape, all_reduce=all_reduce, transpose_w=True, seed=1, lead=2)
+
+
+@pytest.mark.parametrize("outer, m", [(2, 256), (5, 128)])
+def test_several_matrices(ranks, outer, m):
+    _run(ranks, (m, 192, 520), outer=outer)
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))

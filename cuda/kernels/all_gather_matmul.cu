@@ -12,9 +12,8 @@ namespace {
 using matmul::ceil_div;
 using matmul::GatherArgs;
 using matmul::GatherInstance;
-
-constexpr int kBandRows = 2048;  // of y: see matmul.cu
-constexpr int64_t kMostSize = INT32_MAX - 256;
+using matmul::kBandRows;
+using matmul::kMostSize;
 
 GatherInstance instance_of(MatmulTile tile, bool bfloat16, bool transpose_w) {
   return bfloat16 ? matmul::gather_bfloat16_instance(tile, transpose_w)

@@ -15,6 +15,9 @@
 // goes on with any number of resident blocks (gather_push.cuh), hence computing too.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
+
 #include "kernels/matmul.cuh"
 #include "kernels/matmul_instances.cuh"
 #include "schedule/gather_push.cuh"
@@ -112,7 +115,7 @@ __global__ void __launch_bounds__(Shape::Crew::kThreads, Shape::Crew::kMinBlocks
             {args.product, shared, {args, &arrived}, {}, number}, {waiter, epoch}, &arrived};
         Shape::Crew::run(product);
       });
-  end_block(channel, this_epoch(channel));  // read again rather than kept
+  end_block(channel, epoch);
 }
 
 // ---- By name
@@ -122,7 +125,8 @@ using GatherInstance = InstanceOf<void (*)(CommView, GatherArgs)>;
 template <typename Shape, ptx::Type kType, Major kMajorB>
 GatherInstance make_gather_instance() {
   using Memory = GatherMatmul<Shape, kType, kMajorB>::Memory;
-  static_assert(sizeof(PushMemory) <= sizeof(Memory));
+  // Communicators use it instead, but for the mbarriers, which are initialised by then.
+  static_assert(sizeof(PushMemory) <= offsetof(Memory, pipeline));
   return instance_of<Shape, Major::kK, kMajorB>(all_gather_matmul<Shape, kType, kMajorB>);
 }
 
@@ -133,7 +137,7 @@ GatherInstance gather_instance_of(MatmulTile tile, bool transpose_w) {
     return transpose_w ? make_gather_instance<Shape, kType, Major::kK>()
                        : make_gather_instance<Shape, kType, Major::kMn>();
   };
-  return tile == MatmulTile::k128x256 ? of(TileShape<128, 256, 4>{}) : of(TileShape<128, 128, 6>{});
+  return tile == MatmulTile::k128x256 ? of(Tile128x256{}) : of(Tile128x128{});
 }
 
 // Of one operand type, each compiled by itself.

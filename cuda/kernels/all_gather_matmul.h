@@ -1,7 +1,7 @@
 // all_gather_matmul: gathered[outer, n m, k] = the x[outer, m, k] of all n ranks along the rows,
 // and y[outer, n m, p] = gathered w[k, p], of bfloat16 or float16, accumulated in fp32. One kernel:
-// a few blocks, or a warp of every block, push x into the peers' gathered matrices while the others
-// multiply.
+// a few blocks, or two warps of every block, push x into the peers' gathered matrices while the
+// others multiply.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -30,7 +30,7 @@ struct AllGatherMatmulOperands {
 
 struct AllGatherMatmulPlan {
   MatmulTile tile;      // one of kAllGatherMatmulTiles
-  int num_blocks;       // 2 at least, and kMaxBlocks at most
+  int num_blocks;       // kMaxBlocks at most
   int num_comm_blocks;  // of them; as many at most as leave one that computes
 };
 

@@ -6,10 +6,8 @@ Instance<MatmulWalk> float8_instance(MatmulTile tile) {
   constexpr auto kType = ptx::Type::kE4m3;
   constexpr Major kK = Major::kK;
   // Larger ones have no registers for their second accumulator.
-  if (tile == MatmulTile::k128x128)
-    return make_instance<TileShape<128, 128, 6>, kType, kK, kK, MatmulWalk>();
-  if (tile == MatmulTile::k64x128)
-    return make_instance<TileShape<64, 128, 8>, kType, kK, kK, MatmulWalk>();
+  if (tile == MatmulTile::k128x128) return make_instance<Tile128x128, kType, kK, kK, MatmulWalk>();
+  if (tile == MatmulTile::k64x128) return make_instance<Tile64x128, kType, kK, kK, MatmulWalk>();
   return {};
 }
 

@@ -12,22 +12,32 @@
 
 namespace pk::matmul {
 
-// f(TileShape) of a tile, each with as many stages as shared memory holds.
+inline constexpr int kBandRows = 2048;  // of C at least: about as many as a wave has columns
+inline constexpr int64_t kMostSize = INT32_MAX - 256;  // a tile past the edge is still an int
+
+// Each with as many stages as shared memory holds.
+using Tile128x256 = TileShape<128, 256, 4>;
+using Tile128x128 = TileShape<128, 128, 6>;
+using Tile64x256 = TileShape<64, 256, 4>;
+using Tile64x128 = TileShape<64, 128, 8>;
+using Tile64x64 = TileShape<64, 64, 13, 1>;
+
+// f(TileShape) of a tile.
 template <typename F>
 auto visit_shape(MatmulTile tile, F f) {
   switch (tile) {
     case MatmulTile::k128x256:
-      return f(TileShape<128, 256, 4>{});
+      return f(Tile128x256{});
     case MatmulTile::k128x128:
-      return f(TileShape<128, 128, 6>{});
+      return f(Tile128x128{});
     case MatmulTile::k64x256:
-      return f(TileShape<64, 256, 4>{});
+      return f(Tile64x256{});
     case MatmulTile::k64x128:
-      return f(TileShape<64, 128, 8>{});
+      return f(Tile64x128{});
     case MatmulTile::k64x64:
       break;
   }
-  return f(TileShape<64, 64, 13, 1>{});
+  return f(Tile64x64{});
 }
 
 // What the host must know of a kernel.

@@ -11,10 +11,9 @@ namespace pk {
 namespace {
 
 using matmul::ceil_div;
+using matmul::kBandRows;
+using matmul::kMostSize;
 using Shape = matmul::ReduceShape;
-
-constexpr int kBandRows = 2048;  // as of a plain product
-constexpr int64_t kMostSize = INT32_MAX - 256;
 
 matmul::ReduceInstance instance_of(bool bfloat16, bool transpose_w) {
   return bfloat16 ? matmul::reduce_bfloat16_instance(transpose_w)
@@ -28,6 +27,10 @@ int64_t matmul_reduce_rows(int64_t m, int num_ranks, bool all_reduce) {
   return int64_t{ceil_div(m, num_ranks * Shape::kM)} * Shape::kM;
 }
 
+bool matmul_reduce_takes(int64_t outer, int64_t m, int num_ranks) {
+  return outer == 1 || (outer > 1 && m % (outer * num_ranks * Shape::kM) == 0);
+}
+
 int64_t matmul_reduce_scratch(int64_t m, int64_t p, int num_ranks, bool all_reduce) {
   const int64_t rows = matmul_reduce_rows(m, num_ranks, all_reduce);
   const int64_t tiles = int64_t{ceil_div(rows, Shape::kM)} * ceil_div(p, Shape::kN);
@@ -38,8 +41,10 @@ cudaError_t launch_matmul_reduce(const CommView& comm, const MatmulReduceOperand
                                  const MatmulReducePlan& plan, cudaStream_t stream) {
   if (in.m <= 0 || in.p <= 0 || in.k <= 0 || in.m > kMostSize || in.p > kMostSize ||
       in.k > kMostSize || comm.num_ranks < 2 || comm.num_ranks > kMatmulReduceRanks ||
-      (!in.all_reduce && in.m % comm.num_ranks != 0) || plan.num_blocks <= 0 ||
-      plan.num_blocks > kMaxBlocks || plan.lead < 1)
+      (in.all_reduce
+           ? in.outer != 1
+           : in.m % comm.num_ranks != 0 || !matmul_reduce_takes(in.outer, in.m, comm.num_ranks)) ||
+      plan.num_blocks <= 0 || plan.num_blocks > kMaxBlocks || plan.lead < 1)
     return cudaErrorInvalidValue;
   const auto instance = instance_of(in.bfloat16, in.transpose_w);
   const int64_t rows = matmul_reduce_rows(in.m, comm.num_ranks, in.all_reduce);
@@ -55,8 +60,8 @@ cudaError_t launch_matmul_reduce(const CommView& comm, const MatmulReduceOperand
   const int64_t num_tiles = int64_t{tiles.num_m} * tiles.num_n;
   if (num_tiles * comm.num_ranks + plan.num_blocks > INT32_MAX || rows * comm.num_ranks > kMostSize)
     return cudaErrorInvalidValue;
-  args.product.walk =
-      ScatterWalk::make(tiles, comm.num_ranks, comm.rank, static_cast<int>(rows), plan.lead);
+  args.product.walk = ScatterWalk::make(tiles, comm.num_ranks, comm.rank, static_cast<int>(rows),
+                                        plan.lead, static_cast<int>(in.outer));
   args.layout = PartialLayout::make(comm.num_ranks, tiles.num_steps);
   args.y = in.y;
   args.scratch = in.scratch;

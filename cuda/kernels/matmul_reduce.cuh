@@ -66,6 +66,9 @@ struct ReduceMatmul
   using typename Base::At, typename Base::Part, typename Base::Tile;
   using Pending = PartialTile<kType, Shape::kConsumerN>;
   static_assert(sizeof(typename Base::Memory::B) == PartialLayout::kStageBytes);
+  // A consumer that waits for a piece may hold two steps and the piece between them.
+  static_assert(Shape::kStages >= 4);
+  static_assert(PartialLayout::kMostRanks <= ScatterWalk::kMostRanks);
 
   const ReduceArgs& all;
   const Waiter& waiter;
@@ -106,8 +109,8 @@ struct ReduceMatmul
     for (int own = 1; own <= count; ++own) {
       if (lane < comm.num_ranks && lane != comm.rank) {
         // Acquire of the peer's tile; pairs with the release in its store().
-        wait_signal(waiter, Slot::kStaged, lane, &channel.staged[lane][memory.number],
-                    before + own);
+        wait_signal<kPatient>(waiter, Slot::kStaged, lane, &channel.staged[lane][memory.number],
+                              before + own);
       }
       __syncwarp();
       // Passes on what the lanes have acquired; pairs with the acquire in load_piece().
@@ -277,14 +280,11 @@ __global__ void __launch_bounds__(Shape::Crew::kThreads, Shape::Crew::kMinBlocks
   }
   const Op op = args.all_reduce ? Op::kMatmulAllReduce : Op::kMatmulReduceScatter;
   const Waiter waiter{comm, op, args.channel};
-  split_by_arrival(
-      channel_of(waiter), 0, [](int) {},
-      [&](int number) {
-        if (threadIdx.x == 0) more.number = number;
-        __syncthreads();
-        Product product{{args.product, shared, {}, {}, number}, args, waiter, more};
-        Shape::Crew::run(product);
-      });
+  const int number = number_by_arrival(channel_of(waiter));
+  if (threadIdx.x == 0) more.number = number;
+  __syncthreads();
+  Product product{{args.product, shared, {}, {}, number}, args, waiter, more};
+  Shape::Crew::run(product);
 }
 
 }  // namespace pk::matmul

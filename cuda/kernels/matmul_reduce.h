@@ -16,11 +16,11 @@
 namespace pk {
 
 struct MatmulReduceOperands {
-  const void* x;  // [m, k]
+  const void* x;  // [m, k]: `outer` matrices of m / outer rows, whose rows are scattered alike
   const void* w;  // [k, p], or [p, k] with transpose_w
   Published y;    // [m / ranks, p], or [m, p] of an all_reduce
   Published scratch;
-  int64_t m, k, p;
+  int64_t outer, m, k, p;
   int64_t pitch_x, pitch_w, pitch_y;  // elements from row to row, multiples of 8
   bool transpose_w;
   bool bfloat16;  // or float16
@@ -38,6 +38,9 @@ inline constexpr int kMatmulReduceRanks = PartialLayout::kMostRanks;
 // Rows of the result that each rank adds up; with an all_reduce whole tiles, so that none belongs
 // to two ranks, and fewer, or none, on the last ranks.
 int64_t matmul_reduce_rows(int64_t m, int num_ranks, bool all_reduce);
+
+// Whether the rows of several matrices can be scattered: a rank's share of each is whole tiles.
+bool matmul_reduce_takes(int64_t outer, int64_t m, int num_ranks);
 
 // Bytes of scratch that the call needs.
 int64_t matmul_reduce_scratch(int64_t m, int64_t p, int num_ranks, bool all_reduce);

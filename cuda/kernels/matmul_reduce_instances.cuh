@@ -7,7 +7,7 @@
 namespace pk::matmul {
 
 // The tile that reads the least of the L2 for a flop. With few tiles nothing fused is called for.
-using ReduceShape = TileShape<128, 256, 4>;
+using ReduceShape = Tile128x256;
 
 using ReduceInstance = InstanceOf<void (*)(CommView, ReduceArgs)>;
 

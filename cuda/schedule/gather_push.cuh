@@ -34,8 +34,8 @@ struct GatherPush {
 };
 
 struct PushMemory {
-  // Few SMs, so that each has much in flight.
-  tma::Ring<12, 1 << GatherPieces::kLeastShift, 6> ring;
+  // Few SMs, so that each has much in flight, most of it on the link, whose trips are the longest.
+  tma::Ring<12, 1 << GatherPieces::kLeastShift, 8, 4> ring;
   Guests guests;
   uint32_t pushed;  // moves that have arrived
 };

@@ -21,16 +21,22 @@
 
 namespace pk {
 
-// All threads of every block of the kernel: communicate(number) or compute(number).
-template <typename Communicate, typename Compute>
-__device__ __forceinline__ void split_by_arrival(Channel& channel, int num_communicators,
-                                                 Communicate communicate, Compute compute) {
+// All threads of every block of the kernel: the block's place in the order in which they begin, so
+// that those that are resident have the first numbers. Once a call.
+__device__ __forceinline__ int number_by_arrival(Channel& channel) {
   __shared__ uint32_t arrival;
   // The count orders nothing. The last block to arrive puts it back to zero.
   if (threadIdx.x == 0) arrival = ptx::atom_inc_relaxed_gpu(&channel.begun, gridDim.x - 1);
   __syncthreads();
   // From lane 0, so that the compiler knows that a warp has one number.
-  const int number = __shfl_sync(0xFFFFFFFF, static_cast<int>(arrival), 0) - num_communicators;
+  return __shfl_sync(0xFFFFFFFF, static_cast<int>(arrival), 0);
+}
+
+// All threads of every block of the kernel: communicate(number) or compute(number).
+template <typename Communicate, typename Compute>
+__device__ __forceinline__ void split_by_arrival(Channel& channel, int num_communicators,
+                                                 Communicate communicate, Compute compute) {
+  const int number = number_by_arrival(channel) - num_communicators;
   if (number < 0) {
     communicate(number + num_communicators);
   } else {

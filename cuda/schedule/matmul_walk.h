@@ -29,7 +29,6 @@ struct MatmulWalk {
   int split_tiles;  // the last tiles; the others come in whole waves, unless this is 0
   int split;        // parts of each, and blocks of a cluster: split_tiles * split <= num_blocks
   int band_rows;
-  int first_m;  // the row of tiles to begin with: ranks begin with their own
 
   struct Part {
     int m, n;       // the tile
@@ -87,9 +86,7 @@ struct MatmulWalk {
     const int band = tile / (band_rows * num_n), in_band = tile - band * band_rows * num_n;
     const int left = num_m - band * band_rows;
     const int rows = left < band_rows ? left : band_rows;
-    int m = band * band_rows + in_band % rows + first_m;
-    if (m >= num_m) m -= num_m;
-    return {m, in_band / rows, begin, steps};
+    return {band * band_rows + in_band % rows, in_band / rows, begin, steps};
   }
 };
 

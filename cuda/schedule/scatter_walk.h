@@ -2,8 +2,9 @@
 // order. Host and device.
 //
 // Each rank owns a part of the rows, which is cut into tiles by itself, and every rank makes the
-// partial tiles of all owners. They are numbered through, owner by owner, and dealt to the blocks
-// in turn, on every rank the same: what block b adds up, the blocks b of the peers send.
+// partial tiles of all owners. Of several matrices, one after the other, it owns a part of each.
+// They are numbered through, owner by owner, and dealt to the blocks in turn, on every rank the
+// same: what block b adds up, the blocks b of the peers send.
 //
 // A block goes in rounds: one tile for each peer, beginning with the next rank, so that no two
 // ranks load the link to a third one first; and `lead` rounds later an own tile, when those of the
@@ -32,14 +33,17 @@ struct ScatterWalk {
 
   MatmulWalk tiles;  // of the rows of one owner; whole ones alone
   int num_ranks, rank;
-  int rows;               // of an owner
+  int rows;               // of an owner, in all matrices
+  int stretch;            // rows of an owner in each; whole tiles, if there are several
+  int stretch_tiles;      // as tiles
   int lead;               // at least 1
   int slots;              // of a block: tiles for peers in all rounds, with those that some lack
   int start[kMostRanks];  // the block that makes an owner's first tile
 
-  static ScatterWalk make(MatmulWalk tiles, int num_ranks, int rank, int rows, int lead) {
+  static ScatterWalk make(MatmulWalk tiles, int num_ranks, int rank, int rows, int lead,
+                          int outer = 1) {
     const int blocks = tiles.num_blocks;
-    ScatterWalk walk{tiles, num_ranks, rank, rows, lead, 0, {}};
+    ScatterWalk walk{tiles, num_ranks, rank, rows, rows / outer, tiles.num_m / outer, lead, 0, {}};
     walk.slots = ((tiles.num_tiles() - 1) / blocks + 1) * (num_ranks - 1);
     for (int owner = 0; owner < num_ranks; ++owner)
       walk.start[owner] = owner * (tiles.num_tiles() % blocks) % blocks;
@@ -51,8 +55,8 @@ struct ScatterWalk {
     int begin;  // as in MatmulWalk
     int num_steps;
     int owner;
-    int tile;  // its number among the owner's
-    int first_row;
+    int tile;       // its number among the owner's
+    int first_row;  // less the owner's rows before its matrix
 
     // Of the whole product.
     PK_HOST_DEVICE int row(int tile_rows) const { return first_row + m * tile_rows; }
@@ -118,7 +122,9 @@ struct ScatterWalk {
  private:
   PK_HOST_DEVICE Part part(int owner, int tile) const {
     const MatmulWalk::Part at = tiles.whole(tile);
-    return {at.m, at.n, at.begin, at.num_steps, owner, tile, owner * rows};
+    // In front of it are the rows of all ranks in the matrices before, its owner's among them.
+    const int first_row = (at.m / stretch_tiles * (num_ranks - 1) + owner) * stretch;
+    return {at.m, at.n, at.begin, at.num_steps, owner, tile, first_row};
   }
 };
 

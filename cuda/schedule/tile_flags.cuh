@@ -6,7 +6,10 @@
 //
 // A flag is a word in the owner's signal page that holds the last epoch in which it was raised. So
 // nobody clears it, a captured graph may replay the call, and calls that cut their data differently
-// share the words. Which piece has which flag is the op's business, the same on both sides.
+// share the words. A wait is for this epoch and no other: a flag that has not been raised for 2^31
+// calls would be ahead by distance, and none is raised in the next call before all waits in this
+// one are over, for the peer must be invited first. Which piece has which flag is the op's
+// business, the same on both sides.
 #pragma once
 
 #include "tile/comm_view.h"
@@ -19,7 +22,8 @@ struct TileFlags {
   uint32_t epoch;  // of the call under way
 
   // One thread: `flag` < tile_flags(num_ranks) of this rank, at `peer`. The piece has arrived: its
-  // bulk stores are waited for in full, not `.read`, and a fence.proxy.async has followed.
+  // bulk stores are waited for in full, not `.read`, and a fence.proxy.async has followed; or other
+  // lanes' stores are gathered by a __syncwarp.
   __device__ __forceinline__ void announce(int peer, int flag) const {
     // Release of the piece; pairs with the acquire in the peer's wait().
     ptx::st_release_sys(word(peer, waiter.comm.rank, flag), epoch);
@@ -28,7 +32,11 @@ struct TileFlags {
   // One thread: until `peer` has raised its `flag` here. Then this thread may read the piece, with
   // TMA or without, and so may one that acquires what this one releases.
   __device__ __forceinline__ void wait(int peer, int flag) const {
-    wait_signal(waiter, Slot::kTileFlag, peer, word(waiter.comm.rank, peer, flag), epoch);
+    const uint32_t* mine = word(waiter.comm.rank, peer, flag);
+    wait_until<kPatient>(waiter, Slot::kTileFlag, peer, epoch, [&](uint32_t& seen) {
+      seen = ptx::ld_acquire_sys(mine);
+      return seen == epoch;
+    });
     // Between the acquire, of the generic proxy, and what TMA reads through the other one.
     ptx::fence_proxy_async();
   }

@@ -58,9 +58,9 @@ struct alignas(128) Channel {
   // (schedule/inter_sm.cuh), that have begun; the last one puts it back to zero.
   alignas(128) uint32_t ended;
   uint32_t begun;
-  // Copy-engine path. Rounds of the landing ring so far (a call takes whole ones), and pieces of
-  // work handed out in the call under way.
+  // Copy-engine path. Rounds of the landing ring so far; a call takes whole ones.
   uint32_t rounds;
+  // Pieces of work handed out in the call under way, where blocks or warps draw them.
   alignas(128) uint32_t work;
   // [peer]: where the peer's buffers are in this epoch, and with how many blocks it pushes, in
   // pairs of (epoch << 32 | half). See Invitation.

@@ -195,6 +195,10 @@ __device__ __forceinline__ uint64_t globaltimer_ns() {
   return now;
 }
 
+__device__ __forceinline__ void nanosleep(uint32_t ns) {
+  asm volatile("nanosleep.u32 %0;" ::"r"(ns));
+}
+
 __device__ __forceinline__ void trap() { asm volatile("trap;"); }
 
 }  // namespace pk::ptx

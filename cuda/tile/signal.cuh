@@ -40,8 +40,13 @@ __device__ __forceinline__ void fail(ErrorRecord* record, ErrorRecord text) {
   ptx::trap();
 }
 
-// Calls `poll(seen)` until it returns true. `seen` is what the error record will show.
-template <typename Poll>
+// For whoever waits ahead of need: hundreds of threads that poll a few words as fast as they can
+// are in the way of the data for which they wait.
+inline constexpr uint32_t kPatient = 200;  // nanoseconds
+
+// Calls `poll(seen)` until it returns true, with a pause between one call and the next if one is
+// given. `seen` is what the error record will show.
+template <uint32_t kPauseNs = 0, typename Poll>
 __device__ __forceinline__ void wait_until(const Waiter& waiter, Slot slot, int peer,
                                            uint32_t expected, Poll poll) {
   // The first look is free of clock reads: on the fast path the word is there already or comes
@@ -52,6 +57,7 @@ __device__ __forceinline__ void wait_until(const Waiter& waiter, Slot slot, int 
   while (true) {
     for (int i = 0; i < kPollsPerClockRead; ++i) {
       if (poll(seen)) return;
+      if constexpr (kPauseNs > 0) ptx::nanosleep(kPauseNs);
     }
     const uint64_t now = ptx::globaltimer_ns();
     if (start == 0) start = now;
@@ -65,9 +71,10 @@ __device__ __forceinline__ void wait_until(const Waiter& waiter, Slot slot, int 
 
 // Waits until a counter on this GPU has reached `expected`; acquires what its writer released
 // before.
+template <uint32_t kPauseNs = 0>
 __device__ __forceinline__ void wait_signal(const Waiter& waiter, Slot slot, int peer,
                                             const uint32_t* counter, uint32_t expected) {
-  wait_until(waiter, slot, peer, expected, [&](uint32_t& seen) {
+  wait_until<kPauseNs>(waiter, slot, peer, expected, [&](uint32_t& seen) {
     seen = ptx::ld_acquire_sys(counter);
     // Counters wrap after 2^32 calls: compare by distance.
     return static_cast<int32_t>(seen - expected) >= 0;

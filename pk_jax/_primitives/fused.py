@@ -183,8 +183,11 @@ def _sum(
         work = cost_model.Work("psum_scatter", num_bytes, ranks, num_bytes // ranks)
     total = cost_model.choose(record, work).seconds
 
-    # A rank's rows must follow each other: where they lie in several matrices, x is copied first.
-    strided = outer > 1 and not all_reduce
+    # Of several matrices a rank's rows do not follow each other. The kernel goes by whole tiles
+    # where they lie; others are copied first.
+    several = outer > 1 and not all_reduce
+    in_place = several and rows // ranks % tile[0] == 0
+    strided = several and not in_place
     copy_s = matmul_model.LAUNCH_S + 2 * m * k * _ITEMSIZE / matmul_model.HBM_BANDWIDTH
 
     def call(*pairs: Any, site: Any) -> Any:
@@ -198,6 +201,7 @@ def _sum(
             plan=plan,
             transpose_w=params["transpose_w"],
             all_reduce=all_reduce,
+            outer=outer if in_place else 1,
         )
         return y.reshape(outer, rows if all_reduce else rows // ranks, p)
 

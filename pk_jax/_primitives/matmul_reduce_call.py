@@ -18,6 +18,7 @@ def call(
     plan: model.Plan,
     transpose_w: bool,
     all_reduce: bool,
+    outer: int = 1,
 ) -> Any:
     """The product of x and w, summed over ranks, inside a lowering rule.
 
@@ -28,10 +29,11 @@ def call(
         plan: what the model chose.
         transpose_w: whether w lies transposed.
         all_reduce: every rank gets the sum, and not its share of the rows alone.
+        outer: matrices that x has one after the other, of whose rows each rank gets its share.
 
     Returns:
-        [m, p], or [m / ranks, p]: partials rounded to the operands' dtype, added in fp32 in rank
-        order, rounded once.
+        [m, p], or [m / ranks, p], of all matrices one after the other: partials rounded to the
+        operands' dtype, added in fp32 in rank order, rounded once.
     """
     (m, k), p = x.shape, w.shape[0] if transpose_w else w.shape[1]
     rows = m if all_reduce else m // int(site["group_size"])
@@ -48,6 +50,7 @@ def call(
         protocol="simple",
         num_blocks=np.int64(plan.num_blocks),
         lead=np.int64(plan.lead),
+        outer=np.int64(outer),
         m=np.int64(m),
         k=np.int64(k),
         p=np.int64(p),
@@ -57,7 +60,13 @@ def call(
 
 
 def why_not(
-    m: int, k: int, p: int, num_ranks: int, dtypes: tuple[Any, Any, Any], all_reduce: bool
+    m: int,
+    k: int,
+    p: int,
+    num_ranks: int,
+    dtypes: tuple[Any, Any, Any],
+    all_reduce: bool,
+    outer: int = 1,
 ) -> str | None:
     """Why the kernel cannot take these sizes, and dtypes of x, w and the result; None if it can."""
     if num_ranks > model.MOST_RANKS:
@@ -65,6 +74,12 @@ def why_not(
     if len({np.dtype(dtype) for dtype in dtypes}) > 1:
         names = ", ".join(np.dtype(dtype).name for dtype in dtypes)
         return f"dtypes {names} of x, w and the result; the kernel has one for all"
+    share = m // outer // num_ranks
+    if outer > 1 and share % model.TILE.rows:
+        return (
+            f"a rank's share of {share} rows in each of {outer} matrices; the kernel takes whole "
+            f"tiles of {model.TILE.rows} rows there"
+        )
     largest = max(m, k, p, num_ranks * model.rows_of_rank(m, num_ranks, all_reduce))
     if largest > MOST_SIZE:
         return f"a dimension of {largest} elements; the kernel counts to {MOST_SIZE}"
