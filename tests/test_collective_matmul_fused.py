@@ -32,10 +32,14 @@ def made(monkeypatch, can_run):
         gathered = lax.all_gather(x, "x", axis=1, tiled=True)
         return gathered, [product(gathered, w, transpose_w) for w in weights]
 
-    def reduce(x, w, *, transpose_w, all_reduce, **_):
+    def reduce(x, w, *, transpose_w, all_reduce, outer, **_):
         found.append(["reduce" if all_reduce else "scatter", x.shape, w.shape])
         y = product(x, w, transpose_w)
-        return lax.psum(y, "x") if all_reduce else lax.psum_scatter(y, "x", tiled=True)
+        if all_reduce:
+            return lax.psum(y, "x")
+        y = y.reshape(outer, -1, y.shape[1])
+        y = lax.psum_scatter(y, "x", scatter_dimension=1, tiled=True)
+        return y.reshape(-1, y.shape[2])
 
     def candidate(ctx, op, params):
         asked = params["implementation"] == "reference"
@@ -77,17 +81,18 @@ def test_gather_of_several_matrices_and_weights(made, mesh_of):
     assert ["scatter", (2 * 3 * RANKS, 9), (7, 9)] in made
 
 
-@pytest.mark.parametrize("at", [0, 1])
-def test_scatter_of_several_matrices(at, made, mesh_of):
+@pytest.mark.parametrize("at, rows", [(0, 3), (1, 3), (1, 128)])
+def test_scatter_of_several_matrices(at, rows, made, mesh_of):
+    """Whole tiles of a rank's rows are taken where they lie, others copied."""
     check(
         lambda x, w, **kwargs: pk.matmul_reduce_scatter(x, w, "x", scatter_dimension=at, **kwargs),
         mesh_of(x=RANKS),
         (P(None, None, "x"), ROWS),
         P("x") if at == 0 else P(None, "x"),
-        (2 * RANKS, 3 * RANKS, 2 * RANKS),
+        (2 * RANKS, rows * RANKS, 2 * RANKS),
         (2 * RANKS, 5),
     )
-    assert ["scatter", (6 * RANKS**2, 2), (2, 5)] in made
+    assert ["scatter", (2 * rows * RANKS**2, 2), (2, 5)] in made
     assert any(op == "gather" for op, *_ in made)
 
 
