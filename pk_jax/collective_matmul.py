@@ -103,6 +103,7 @@ def all_gather_matmul(
             dtype=product_checks.result_dtype(op, x.dtype, preferred_element_type),
             precision=_matmul.precision_of_call(),
             save_gathered=save_gathered,
+            strict=_is_strict(config),
             implementation=implementation,
             config=resolved,
         )
@@ -184,7 +185,11 @@ def matmul_reduce_scatter(
         scatter = {"scatter_dimension": at, "tiled": True}
         return _sum_last("psum_scatter", x, w, axes, scatter, **options)
     y = _collective.matmul_reduce_scatter(
-        [_in_rows(x, at), w], axes, precision=_matmul.precision_of_call(), **options
+        [_in_rows(x, at), w],
+        axes,
+        precision=_matmul.precision_of_call(),
+        strict=_is_strict(config),
+        **options,
     )
     rows = (*x.shape[:at], x.shape[at] // checks.bound_size(axes), *x.shape[at + 1 : -1])
     return lax.reshape(y, (*rows, w.shape[1]))
@@ -235,7 +240,11 @@ def matmul_all_reduce(
     if not axes or _in_parts(op, implementation, resolved, x, w):
         return _sum_last("psum", x, w, axes, {}, **options)
     y = _collective.matmul_all_reduce(
-        [_in_rows(x, 0), w], axes, precision=_matmul.precision_of_call(), **options
+        [_in_rows(x, 0), w],
+        axes,
+        precision=_matmul.precision_of_call(),
+        strict=_is_strict(config),
+        **options,
     )
     return lax.reshape(y, (*x.shape[:-1], w.shape[1]))
 
@@ -248,6 +257,11 @@ def _resolve(
     return checks.check_axes(op, axis_name), _config.resolve(op, config)
 
 
+def _is_strict(config: Config | None) -> bool:
+    """Whether the schedule is the call's own: one that is a default gives way."""
+    return config is not None and config.schedule is not None
+
+
 def _in_parts(op: str, implementation: str | None, config: Config, *operands: Any) -> bool:
     """Whether the collective and the product are bound apart, on the operands as they are."""
     dtypes = sorted({operand.dtype.name for operand in operands})
@@ -255,7 +269,7 @@ def _in_parts(op: str, implementation: str | None, config: Config, *operands: An
     if len(dtypes) > 1:
         reason = f"the operands have dtypes {' and '.join(dtypes)}; convert them to one"
     if reason is not None:
-        fused.refuse(op, implementation, config, reason)
+        fused.refuse(op, implementation, config.schedule, reason)
     return reason is not None
 
 

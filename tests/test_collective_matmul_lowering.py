@@ -148,6 +148,14 @@ def test_why_not_one_kernel(name, config, reason, can_run, calls_of):
     assert MOVES[name] in ops_of(calls_of(name, config=config))
 
 
+def test_a_default_schedule_gives_way(can_run, calls_of):
+    """Also where the kernels were asked for: those of the parts are kernels too."""
+    for schedule in ("intra_sm", "sequential"):
+        with pk.use_config(schedule=schedule):
+            found = calls_of("scatter", config=pk.Config(num_comm_sms=4), implementation="cuda")
+        assert ops_of(found) == ["matmul", "psum_scatter"]
+
+
 def test_a_schedule_for_operands_of_two_dtypes(mesh_of, caplog):
     """They are multiplied apart from the collective, which is said where a schedule was asked."""
     _selection._logged.clear()

@@ -109,8 +109,8 @@ struct ReduceMatmul
     for (int own = 1; own <= count; ++own) {
       if (lane < comm.num_ranks && lane != comm.rank) {
         // Acquire of the peer's tile; pairs with the release in its store().
-        wait_signal<kPatient>(waiter, Slot::kStaged, lane, &channel.staged[lane][memory.number],
-                              before + own);
+        wait_signal(waiter, Slot::kStaged, lane, &channel.staged[lane][memory.number],
+                    before + own);
       }
       __syncwarp();
       // Passes on what the lanes have acquired; pairs with the acquire in load_piece().

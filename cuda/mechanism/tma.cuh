@@ -14,12 +14,12 @@
 
 namespace pk::tma {
 
-// A ring of stages: kLoads of them may hold loads in flight, the others stores in flight, of which
-// kBehind have not arrived if somebody waits for that: enough for the link where many SMs share it,
-// and no more, for what follows is late by as much.
-template <int kStages, uint32_t kStageBytes, int kBehind = 3, int kLoads = kStages / 2>
+// A ring of stages: half of them may hold loads in flight, the other half stores in flight, of
+// which kBehind have not arrived if somebody waits for that: enough for the link where many SMs
+// share it, and no more, for what follows is late by as much.
+template <int kStages, uint32_t kStageBytes, int kBehind = 3>
 struct Ring {
-  static_assert(0 < kLoads && kLoads < kStages && kBehind <= kStages - kLoads);
+  static_assert(kStages >= 2 && kStages % 2 == 0 && kBehind <= kStages / 2);
   static_assert(kStageBytes % 128 == 0);
   alignas(128) char stage[kStages][kStageBytes];
   uint64_t loaded[kStages];
@@ -49,13 +49,14 @@ struct AtEnd {};
 // is called for every `every`-th move (a power of two), and at the end for all that are left.
 // Whoever then tells a peer fences first (fence_proxy_async): the bytes are written through the
 // async proxy, and words of release are not.
-template <int kStages, uint32_t kStageBytes, int kBehind, int kLoads, typename MoveOf,
-          typename BeforeStore, typename Stored = AtEnd>
-__device__ __forceinline__ void store_tiles(Ring<kStages, kStageBytes, kBehind, kLoads>& ring,
+template <int kStages, uint32_t kStageBytes, int kBehind, typename MoveOf, typename BeforeStore,
+          typename Stored = AtEnd>
+__device__ __forceinline__ void store_tiles(Ring<kStages, kStageBytes, kBehind>& ring,
                                             const PeerTensor& destination, MoveOf move,
                                             int64_t first, int64_t stride, int64_t end,
                                             BeforeStore before_store, Stored stored = {},
                                             uint32_t every = 1) {
+  constexpr int kLookahead = kStages / 2;
   constexpr bool kAtEnd = std::is_same_v<Stored, AtEnd>;
   const int lane = threadIdx.x % 32;
   const int64_t count = end > first ? (end - first + stride - 1) / stride : 0;
@@ -73,7 +74,7 @@ __device__ __forceinline__ void store_tiles(Ring<kStages, kStageBytes, kBehind, 
                               m.source.at(m.tile.row + row, m.tile.col), bytes, &ring.loaded[s]);
     }
   };
-  for (int64_t i = 0; i < count && i < kLoads; ++i) load(i);
+  for (int64_t i = 0; i < count && i < kLookahead; ++i) load(i);
   before_store();
   for (int64_t i = 0; i < count; ++i) {
     const Move m = move_of(i);
@@ -100,12 +101,12 @@ __device__ __forceinline__ void store_tiles(Ring<kStages, kStageBytes, kBehind, 
         stored(arrived, move_of(arrived));
       }
     }
-    if (i + kLoads < count) {
-      // The stage that move i + kLoads will fill was last stored from by the move kStages before
-      // that: its group must have been read.
-      ptx::cp_async_bulk_wait_group_read<kStages - kLoads>();
+    if (i + kLookahead < count) {
+      // The stage that move i + kLookahead will fill was last stored from by move i - kLookahead:
+      // its group must have been read.
+      ptx::cp_async_bulk_wait_group_read<kLookahead>();
       __syncwarp();
-      load(i + kLoads);
+      load(i + kLookahead);
     }
   }
   // In full, not `.read`: the caller is about to tell the peers that the data is there. The proxy

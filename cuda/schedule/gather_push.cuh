@@ -34,8 +34,9 @@ struct GatherPush {
 };
 
 struct PushMemory {
-  // Few SMs, so that each has much in flight, most of it on the link, whose trips are the longest.
-  tma::Ring<12, 1 << GatherPieces::kLeastShift, 8, 4> ring;
+  // Few SMs, so that each has much in flight. Loads need their half: beside a product they take
+  // long, and with 4 of 12 stages four SMs were a fifth slower.
+  tma::Ring<12, 1 << GatherPieces::kLeastShift, 6> ring;
   Guests guests;
   uint32_t pushed;  // moves that have arrived
 };

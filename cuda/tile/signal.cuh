@@ -71,10 +71,9 @@ __device__ __forceinline__ void wait_until(const Waiter& waiter, Slot slot, int 
 
 // Waits until a counter on this GPU has reached `expected`; acquires what its writer released
 // before.
-template <uint32_t kPauseNs = 0>
 __device__ __forceinline__ void wait_signal(const Waiter& waiter, Slot slot, int peer,
                                             const uint32_t* counter, uint32_t expected) {
-  wait_until<kPauseNs>(waiter, slot, peer, expected, [&](uint32_t& seen) {
+  wait_until(waiter, slot, peer, expected, [&](uint32_t& seen) {
     seen = ptx::ld_acquire_sys(counter);
     // Counters wrap after 2^32 calls: compare by distance.
     return static_cast<int32_t>(seen - expected) >= 0;

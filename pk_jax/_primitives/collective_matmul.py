@@ -54,6 +54,7 @@ def all_gather_matmul(
     config: Config,
     transpose_w: bool = False,
     save_gathered: bool = True,
+    strict: bool = False,
 ) -> list[Any]:
     """Binds pk_all_gather_matmul; the arguments are checked.
 
@@ -67,6 +68,7 @@ def all_gather_matmul(
         config: the resolved Config.
         transpose_w: see ws.
         save_gathered: the gradients of ws read the gathered x; without, they gather x again.
+        strict: config.schedule is the call's own, and no default that gives way.
 
     Returns:
         The gathered x, and its products [outer, ranks * rows, p].
@@ -79,6 +81,7 @@ def all_gather_matmul(
         dtype=np.dtype(dtype),
         precision=precision,
         save_gathered=save_gathered,
+        strict=strict,
         implementation=implementation,
         config=config,
     )
@@ -102,10 +105,11 @@ def _bind_sum(
     dtype: Any,
     config: Config,
     transpose_w: bool = False,
+    strict: bool = False,
     **params: Any,
 ) -> Any:
     dtype = np.dtype(dtype)
-    params |= {"transpose_w": transpose_w, "dtype": dtype, "config": config}
+    params |= {"transpose_w": transpose_w, "dtype": dtype, "config": config, "strict": strict}
     params["wire"] = product_types.wire_dtype(config, dtype)
     axis_name = _compat.without_size_one_axes(axis_name)
     if not axis_name:
@@ -337,7 +341,7 @@ def _candidate(ctx: Any, op: str, params: dict[str, Any]) -> Any:
         return "unfused"
     found = fused.find(ctx, op, params)
     if isinstance(found, str):
-        fused.refuse(op, implementation, params["config"], found)
+        fused.refuse(op, implementation if params["strict"] else None, schedule, found)
         return "unfused"
     return found if schedule is not None or found.seconds < found.unfused_seconds else "unfused"
 

@@ -21,7 +21,6 @@ from pk_jax._tuning import (
     matmul_model,
     matmul_reduce_model,
 )
-from pk_jax.config import Config
 
 GATHER = "all_gather_matmul"
 REDUCE = "matmul_all_reduce"
@@ -47,10 +46,10 @@ def nothing_moves(ctx: Any, params: dict[str, Any]) -> bool:
     return empty or params["axis_size"] == 1
 
 
-def refuse(op: str, implementation: str | None, config: Config, reason: str) -> None:
+def refuse(op: str, implementation: str | None, schedule: str | None, reason: str) -> None:
     """Says once why an op runs as its parts, if a schedule was asked for; raises it with "cuda"."""
-    if implementation != "reference" and config.schedule not in (None, "sequential"):
-        asked = f"{op} with schedule={config.schedule!r}"
+    if implementation != "reference" and schedule not in (None, "sequential"):
+        asked = f"{op} with schedule={schedule!r}"
         fall_back(asked, implementation, _selection.Decision("unfused", reason))
 
 

@@ -102,7 +102,7 @@ H200 = Hardware(
     },
     loaded_store_bandwidth={
         "register": ((16, 329e9),),
-        "tma": ((8, 279e9), (16, 334e9)),
+        "tma": ((4, 96e9), (8, 279e9), (16, 334e9)),
     },
     copy_engine_bandwidth=(
         (64 * KIB, 25e9),
