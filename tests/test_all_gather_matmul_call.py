@@ -15,8 +15,9 @@ from pk_jax._tuning import all_gather_matmul_model as model
 from pk_jax._tuning.hardware import H200
 
 # (rows of all ranks, columns, k) of two ranks, and the SMs that a plan may take from the product
-# and cost nothing: the tiles come in as many waves on those that are left.
-WAVES = (((8192, 7168, 8192), 4), ((8192, 3584, 4096), 4), ((8192, 4096, 8192), 4))
+# and cost nothing: the tiles come in as many waves on those that are left. Where four push too
+# slowly and more would cost a wave, a part of every block pushes.
+WAVES = (((8192, 7168, 8192), 4), ((8192, 3584, 4096), 0), ((8192, 4096, 8192), 0))
 
 
 def _choose(rows, p, k, n=2, **kwargs):
@@ -82,7 +83,7 @@ def test_own_rows_cost_no_less():
 
 def test_push_bandwidth_is_that_of_the_loaded_link():
     assert model.push_bandwidth(H200, 16, 132) == 334e9
-    assert model.push_bandwidth(H200, 4, 132) == pytest.approx(279e9 / 2)
+    assert model.push_bandwidth(H200, 4, 132) == 96e9
     assert model.push_bandwidth(H200, 100, 132) == 334e9
     assert model.push_bandwidth(H200, 0, 132) == 2 * model.push_bandwidth(H200, 0, 66)
 

@@ -27,10 +27,15 @@ def made(monkeypatch, can_run):
     """The calls, [op, shapes of their operands], that the ops on CPU devices make from now on."""
     found = []
 
-    def gather(x, weights, *, transpose_w, **_):
+    def gather(x, weights, *, transpose_w, own_rows, **_):
         found.append(["gather", x.shape, *(w.shape for w in weights)])
         gathered = lax.all_gather(x, "x", axis=1, tiled=True)
-        return gathered, [product(gathered, w, transpose_w) for w in weights]
+        products = [product(gathered, w, transpose_w) for w in weights]
+        if own_rows:
+            return gathered, products
+        found.append(["own rows are left out", x.shape])
+        at = lax.axis_index("x") * x.shape[1]
+        return lax.dynamic_update_slice_in_dim(gathered, x + jnp.nan, at, axis=1), products
 
     def reduce(x, w, *, transpose_w, all_reduce, outer, **_):
         found.append(["reduce" if all_reduce else "scatter", x.shape, w.shape])
@@ -94,6 +99,20 @@ def test_scatter_of_several_matrices(at, rows, made, mesh_of):
     )
     assert ["scatter", (2 * rows * RANKS**2, 2), (2, 5)] in made
     assert any(op == "gather" for op, *_ in made)
+
+
+def test_own_rows_of_the_gathered_x(made, mesh_of, monkeypatch):
+    """Where the kernel leaves them out they are put in afterwards."""
+    monkeypatch.setattr(fused, "_HIDDEN", 0)
+    check(
+        lambda x, w, **kwargs: pk.all_gather_matmul(x, w, "x", return_gathered=True, **kwargs),
+        mesh_of(x=RANKS),
+        (COLUMNS, COLUMNS),
+        (P(None, None, "x"), P(None, None, "x")),
+        (2, 3 * RANKS, 7),
+        (7, 5 * RANKS),
+    )
+    assert ["own rows are left out", (2, 3, 7)] in made
 
 
 def test_reduce_of_a_tangent(made, mesh_of):

@@ -113,6 +113,14 @@ def test_blocks_that_communicate(can_run, calls_of):
     assert blocks(schedule="inter_sm", num_comm_sms=5) == 5
 
 
+@pytest.mark.parametrize("width, copied", [(64, False), (4096, True)])
+def test_own_rows_are_copied_beside_a_long_product(width, copied, can_run, calls_of, mesh_of):
+    sizes, config = ((2048, 4096), (4096, width)), pk.Config(schedule="inter_sm")
+    text = calls_of("gather", sizes=sizes, config=config, mesh=mesh_of(x=2), text=True)
+    assert f"own_rows = {str(copied).lower()}" in text
+    assert ("dynamic_update_slice" in text) != copied
+
+
 def test_further_weights_follow(can_run, mesh_of, lowered, calls):
     """The widest one hides the gathering; the others find it done."""
     f = mapped(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax import lax
 from jax.interpreters import mlir
 
 from pk_jax import _compat, _selection
@@ -123,19 +124,24 @@ def _gather(
         return f"with schedule='intra_sm' no SM communicates alone, not num_comm_sms={num_comm}"
     if num_comm is not None and num_comm >= num_sms:
         return f"num_comm_sms={num_comm} leaves none of {num_sms} SMs to multiply"
-    plan = all_gather_matmul_model.choose(
+    choose = functools.partial(
+        all_gather_matmul_model.choose,
         record,
         m,
         max(widths),
         k,
         ranks,
         outer=outer,
-        own_rows=True,
         num_sms=num_sms,
         tile=config.tile,
         num_comm_blocks=0 if intra_sm else num_comm,
         least_comm_blocks=int(config.schedule == "inter_sm"),
     )
+    # The kernel copies a rank's own rows beside the product, which hides them if it is long. Else
+    # XLA does, and drops the copy if nobody reads the gathered x: further products do.
+    plan, hurried = choose(own_rows=True), choose(own_rows=False)
+    own_rows = len(widths) > 1 or plan.seconds <= _HIDDEN * hurried.seconds
+    plan = plan if own_rows else hurried
     rows = outer * ranks * m
     products = [matmul_model.choose(rows, p, k, num_sms).seconds for p in widths]
     num_bytes = outer * m * k * _ITEMSIZE
@@ -151,7 +157,11 @@ def _gather(
             transpose_w=params["transpose_w"],
             dtype=params["dtype"],
             num_sms=num_sms,
+            own_rows=own_rows,
         )
+        if not own_rows:
+            at = lax.axis_index(params["axis_name"]) * m
+            gathered = lax.dynamic_update_slice_in_dim(gathered, x, at, axis=1)
         return [gathered, *ys]
 
     seconds = plan.seconds + sum(products) - max(products)
@@ -211,6 +221,7 @@ def _sum(
 
 
 _ITEMSIZE = 2  # of what the kernels multiply
+_HIDDEN = 1.02  # of a time: what takes no longer beside it than that
 
 
 def _rule(call: Any, groups: Sequence[Sequence[int]], *, several: bool) -> Callable[..., Any]:
