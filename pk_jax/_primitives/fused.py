@@ -68,9 +68,18 @@ def find(ctx: Any, op: str, params: dict[str, Any]) -> Fused | str:
         return reason
     record = hardware.lookup(devices[0].device_kind if devices else None)
     num_sms = (_selection.num_sms(devices) if devices else None) or record.num_sms
+    place = _Place(groups, record, num_sms)
     if op == GATHER:
-        return _gather(groups, params, record, num_sms, sizes)
-    return _sum(op, groups, params, record, num_sms, sizes)
+        return _gather(place, sizes, params)
+    return _sum(op, place, sizes, params)
+
+
+class _Place(NamedTuple):
+    """Where an op runs."""
+
+    groups: Sequence[Sequence[int]]
+    record: hardware.Hardware
+    num_sms: int
 
 
 class _Sizes(NamedTuple):
@@ -107,13 +116,8 @@ def _why_not(ctx: Any, op: str, params: dict[str, Any], sizes: _Sizes) -> str | 
     return all_gather_matmul_call.why_not(outer, m, k, widths, ranks)
 
 
-def _gather(
-    groups: Sequence[Sequence[int]],
-    params: dict[str, Any],
-    record: hardware.Hardware,
-    num_sms: int,
-    sizes: _Sizes,
-) -> Fused | str:
+def _gather(place: _Place, sizes: _Sizes, params: dict[str, Any]) -> Fused | str:
+    groups, record, num_sms = place
     outer, m, k, widths, ranks = sizes
     config = params["config"]
     tiles = [(tile.rows, tile.cols) for tile in all_gather_matmul_model.TILES]
@@ -168,14 +172,8 @@ def _gather(
     return Fused(seconds, gather_s + sum(products), _rule(call, groups, several=True))
 
 
-def _sum(
-    op: str,
-    groups: Sequence[Sequence[int]],
-    params: dict[str, Any],
-    record: hardware.Hardware,
-    num_sms: int,
-    sizes: _Sizes,
-) -> Fused | str:
+def _sum(op: str, place: _Place, sizes: _Sizes, params: dict[str, Any]) -> Fused | str:
+    groups, record, num_sms = place
     outer, rows, k, (p,), ranks = sizes
     m = outer * rows
     config, all_reduce = params["config"], op == REDUCE
