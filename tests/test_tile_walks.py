@@ -68,7 +68,6 @@ def _matmul_walks():
             rest,
             split,
             rng.choice((8, 16, 32)),
-            rng.randrange(num_m),
         )
 
 
