@@ -13,8 +13,6 @@ using matmul::ceil_div;
 using matmul::Instance;
 using matmul::kMostSize;
 
-constexpr int64_t kBandBytes = 8 << 20;  // of A that stay in the L2, while results pass through it
-
 // Kernels of float8 take two neighbours in k for an element of 16 bits: their step is 128 of k.
 MatmulOperands in_pairs(MatmulOperands in) {
   in.k = ceil_div(in.k, 2);
@@ -83,11 +81,8 @@ cudaError_t launch_matmul(const MatmulOperands& operands, const MatmulPlan& plan
   args.walk.num_blocks = plan.num_blocks;
   args.walk.split_tiles = plan.split_tiles;
   args.walk.split = plan.split;
-  // Each band reads all of B again, so bands are as long as their rows of A stay in the L2. A band
-  // of a narrow result is a wave, so that no wave reads what another has read.
-  const int64_t band =
-      std::max<int64_t>(matmul::kBandRows, std::min<int64_t>(kBandBytes / (2 * in.k), in.m));
-  args.walk.band_rows = std::max(static_cast<int>(band / instance.tile_m), plan.num_blocks / num_n);
+  // A band of a narrow result is a wave, so that no wave reads what another has read.
+  args.walk.band_rows = std::max(matmul::kBandRows / instance.tile_m, plan.num_blocks / num_n);
   const MatmulWalk& walk = args.walk;
   if (int64_t{walk.num_m} * walk.num_n > INT32_MAX || !known || plan.num_blocks <= 0 ||
       plan.num_blocks % plan.split != 0 || plan.split_tiles < 0 || walk.whole_tiles() < 0 ||

@@ -34,8 +34,7 @@ struct GatherPush {
 };
 
 struct PushMemory {
-  // Few SMs, so that each has much in flight. Loads need their half: beside a product they take
-  // long, and with 4 of 12 stages four SMs were a fifth slower.
+  // Few SMs, so that each has much in flight. Loads, which take long beside a product, have half.
   tma::Ring<12, 1 << GatherPieces::kLeastShift, 6> ring;
   Guests guests;
   uint32_t pushed;  // moves that have arrived
