@@ -45,6 +45,7 @@ struct GatheredRows {
   __device__ __forceinline__ RowsOfA wait(const CUtensorMap& gathered, const GatherWalk::Part& part,
                                           int row) {
     ++wanted;
+    // Acquire of the rows; pairs with the watcher's release. It has the limit, so this has none.
     while (ptx::ld_acquire_cta(arrived) < wanted) {
     }
     if (part.own) return {&args.own, args.product.walk.row_of_part(row)};
