@@ -1,5 +1,6 @@
 """pk_jax: multi-GPU collectives for JAX that treat a peer's memory as one more memory level."""
 
+from pk_jax import tp as tp
 from pk_jax._doctor import doctor as doctor
 from pk_jax._redirect import jax_collectives as jax_collectives
 from pk_jax._registry import last_error as last_error
