@@ -1,17 +1,18 @@
-"""A tensor-parallel transformer, with pk_jax's products and with jax.lax's, compared and timed.
+"""Transformer blocks under tensor parallelism, with pk_jax and with jax.lax, compared and timed.
 
-Between layers each device holds its rows of the activations, some positions of every sequence; in a
-layer it holds its heads and its hidden units. So a layer gathers rows before its first products and
-sums what comes out of its last one, twice:
+Between the halves of a block each device holds its rows of the activations, some positions of every
+sequence; inside them it holds its heads, or its hidden units. So each half gathers rows before its
+first product and sums over devices what comes out of its last one:
 
-    rows ── all_gather_matmul ──> q, k, v of own heads ── attention ─ matmul_reduce_scatter ──> rows
-    rows ── all_gather_matmul ──> own hidden units ── silu, times ─── matmul_reduce_scatter ──> rows
+    rows ─ RMS norm ─ column_parallel_dense ─ attention of own heads ─ row_parallel_dense ─ +
+    rows ─ RMS norm ─ column_parallel_dense ─── silu(gate) * up ────── row_parallel_dense ─ +
 
-The layers are written against a module of products, `ops`: pk_jax is one, and `InLax` below is what
-one writes without it. Results and gradients have to agree. On GPUs both are timed then, in turn.
+The blocks are written against those two layers: `InPk` has pk_jax's, `InLax` what one writes
+without it. Losses and gradients have to agree; on GPUs both are timed then, in turn.
 
-    python examples/tensor_parallel.py                  # all GPUs, or else 8 virtual CPU devices
-    python examples/tensor_parallel.py --cpu --devices 4 --seq 64
+    python examples/tensor_parallel.py                   # all GPUs, or else 8 virtual CPU devices
+    python examples/tensor_parallel.py --model 8b-slice --devices 2
+    python examples/tensor_parallel.py --cpu --devices 4 --seq 128
 """
 
 import argparse
@@ -32,110 +33,150 @@ from pk_jax._bench import timing
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    layers: int
+    """Heads and hidden units are those of one device, so that more devices make a larger model."""
+
     batch: int
     seq: int
-    heads: int
     width: int
+    heads: int
+    kv_heads: int
+    head_width: int
     hidden: int
     dtype: str
+    layers: int = 2
+    attention: str | None = None  # of jax.nn.dot_product_attention: "cudnn" or "xla"
 
     @property
     def flops(self):
-        """Of a forward pass, on all devices."""
-        tokens = self.batch * self.seq
-        products = 2 * tokens * self.width * (4 * self.width + 3 * self.hidden)
-        attention = 2 * tokens * self.seq * self.width  # two products, of which half is masked
+        """Of a forward pass, a device."""
+        columns = (2 * self.heads + 2 * self.kv_heads) * self.head_width + 3 * self.hidden
+        products = 2 * self.batch * self.seq * self.width * columns
+        # Two products, of which half is masked.
+        attention = 2 * self.batch * self.seq**2 * self.heads * self.head_width
         return self.layers * (products + attention)
 
 
-ON_CPU = Setup(layers=2, batch=2, seq=64, heads=8, width=64, hidden=160, dtype="float32")
-ON_GPU = Setup(layers=2, batch=4, seq=2048, heads=32, width=4096, hidden=14336, dtype="bfloat16")
+LLAMA = {"batch": 4, "seq": 2048, "kv_heads": 1, "head_width": 128, "dtype": "bfloat16"}
+MODELS = {
+    "small": Setup(
+        batch=2, seq=64, width=64, heads=2, kv_heads=1, head_width=16, hidden=24, dtype="float32"
+    ),
+    # What each of eight GPUs has of a model.
+    "8b-slice": Setup(width=4096, heads=4, hidden=14336 // 8, **LLAMA),
+    "70b-slice": Setup(width=8192, heads=8, hidden=28672 // 8, **LLAMA),
+}
 
 ROWS = P(None, "tp")  # [batch, seq, width]
-COLUMNS, DOWN = P(None, "tp"), P("tp", None)
-SPECS = dict.fromkeys(("q", "k", "v", "gate", "up"), COLUMNS) | {"out": DOWN, "down": DOWN}
+# Side by side in "qkv" lie the columns of a device's queries, keys and values, then the next one's;
+# "gate_up" likewise. One product for all is faster than several, with and without pk_jax.
+LAYER = {"qkv": P(None, "tp"), "out": P("tp"), "gate_up": P(None, "tp"), "down": P("tp")}
+
+
+class InPk:
+    """What the blocks need of a library."""
+
+    column_parallel_dense = staticmethod(pk.tp.column_parallel_dense)
+    row_parallel_dense = staticmethod(pk.tp.row_parallel_dense)
+    psum = staticmethod(pk.psum)
 
 
 class InLax:
-    """The two products of pk_jax that a layer takes, in jax.lax."""
+    """The same in jax.lax."""
 
     @staticmethod
-    def all_gather_matmul(x, w, axis_name, *, axis):
-        rows = lax.all_gather(x, axis_name, axis=axis, tiled=True)
-        return tuple(rows @ each for each in w)
+    def column_parallel_dense(x, w, axis_name, *, sequence_dimension):
+        return lax.all_gather(x, axis_name, axis=sequence_dimension, tiled=True) @ w
 
     @staticmethod
-    def matmul_reduce_scatter(x, w, axis_name, *, scatter_dimension):
-        return lax.psum_scatter(x @ w, axis_name, scatter_dimension=scatter_dimension, tiled=True)
+    def row_parallel_dense(x, w, axis_name, *, sequence_dimension):
+        dimension = {"scatter_dimension": sequence_dimension}
+        return lax.psum_scatter(x @ w, axis_name, **dimension, tiled=True)
+
+    psum = staticmethod(lax.psum)
 
 
-def normalise(x):
+def rms_norm(x, scale):
     y = x.astype(jnp.float32)
-    return (y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6)).astype(x.dtype)
+    y *= lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6)
+    return y.astype(x.dtype) * scale
 
 
-def layer(ops, head_width, x, w):
-    """One layer. x [batch, seq / n, width] holds this device's rows."""
-
-    def heads(y):
-        return y.reshape(*y.shape[:2], -1, head_width)
-
-    q, k, v = ops.all_gather_matmul(normalise(x), (w["q"], w["k"], w["v"]), "tp", axis=1)
-    seen = jax.nn.dot_product_attention(heads(q), heads(k), heads(v), is_causal=True)
-    x += ops.matmul_reduce_scatter(seen.reshape(q.shape), w["out"], "tp", scatter_dimension=1)
-
-    gate, up = ops.all_gather_matmul(normalise(x), (w["gate"], w["up"]), "tp", axis=1)
-    return x + ops.matmul_reduce_scatter(
-        jax.nn.silu(gate) * up, w["down"], "tp", scatter_dimension=1
-    )
+def attention(ops, setup, x, w):
+    qkv = ops.column_parallel_dense(x, w["qkv"], "tp", sequence_dimension=1)
+    heads = qkv.reshape(*qkv.shape[:2], -1, setup.head_width)
+    q, k, v = jnp.split(heads, (setup.heads, setup.heads + setup.kv_heads), axis=2)
+    seen = jax.nn.dot_product_attention(
+        q, k, v, is_causal=True, implementation=setup.attention
+    ).reshape(*qkv.shape[:2], -1)
+    return ops.row_parallel_dense(seen, w["out"], "tp", sequence_dimension=1)
 
 
-def forward(ops, setup, x, weights):
-    for w in weights:
-        x = layer(ops, setup.width // setup.heads, x, w)
+def swiglu(ops, x, w):
+    both = ops.column_parallel_dense(x, w["gate_up"], "tp", sequence_dimension=1)
+    gate, up = jnp.split(both, 2, axis=-1)
+    return ops.row_parallel_dense(jax.nn.silu(gate) * up, w["down"], "tp", sequence_dimension=1)
+
+
+def forward(ops, setup, x, params):
+    """The blocks, on each device's rows: x [batch, seq / n, width]."""
+    for scales, w in zip(params["norms"], params["layers"], strict=True):
+        x += attention(ops, setup, rms_norm(x, scales[0]), w)
+        x += swiglu(ops, rms_norm(x, scales[1]), w)
     return x
 
 
-def backward(ops, setup, x, weights):
-    """The gradients of the mean square of the result, of each device's rows and weights."""
+def forward_backward(ops, setup, x, params):
+    """The mean square of the result, and its gradients of each device's rows and weights."""
 
-    def loss(x, weights):
-        y = forward(ops, setup, x, weights).astype(jnp.float32)
-        return lax.pmean(jnp.mean(y * y), "tp")
+    def own_part(x, params):
+        y = forward(ops, setup, x, params).astype(jnp.float32)
+        return jnp.sum(y * y) / (setup.batch * setup.seq * setup.width)
 
-    return jax.grad(loss, (0, 1))(x, weights)
+    # All devices have the same scales and use them on their rows. As such they would be typed, and
+    # JAX would sum each one's gradient where it arises; like this all are summed at once.
+    own = params | {"norms": lax.pcast(params["norms"], "tp", to="varying")}
+    loss, (dx, gradients) = jax.value_and_grad(own_part, (0, 1))(x, own)
+    loss, gradients["norms"] = ops.psum((loss, gradients["norms"]), "tp")
+    return loss, (dx, gradients)
 
 
 def programs(ops, setup, mesh):
-    """The forward and the backward pass, as jitted functions of x and the weights."""
-    specs = (ROWS, [SPECS] * setup.layers)
+    """Both passes, as jitted functions of x and the parameters."""
+    specs = (ROWS, {"norms": P(), "layers": [LAYER] * setup.layers})
 
     def on_mesh(fn, out_specs):
-        mapped = jax.shard_map(
-            partial(fn, ops, setup), mesh=mesh, in_specs=specs, out_specs=out_specs
-        )
-        return jax.jit(mapped)
+        fn = partial(fn, ops, setup)
+        return jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=out_specs))
 
-    return {"forward": on_mesh(forward, ROWS), "backward": on_mesh(backward, specs)}
+    return {
+        "forward": on_mesh(forward, ROWS),
+        "forward + backward": on_mesh(forward_backward, (P(), specs)),
+    }
 
 
 def make_operands(setup, mesh, seed=0):
-    """The activations and the weights, made where they lie."""
-    shapes = dict.fromkeys(("q", "k", "v", "out"), (setup.width, setup.width))
-    shapes |= dict.fromkeys(("gate", "up"), (setup.width, setup.hidden))
-    shapes["down"] = (setup.hidden, setup.width)
+    """The activations and the parameters, made where they lie."""
+    n, head = mesh.size, setup.head_width
+    shapes = {
+        "qkv": (setup.width, n * (setup.heads + 2 * setup.kv_heads) * head),
+        "out": (n * setup.heads * head, setup.width),
+        "gate_up": (setup.width, n * 2 * setup.hidden),
+        "down": (n * setup.hidden, setup.width),
+    }
 
     def make(key):
-        keys = iter(jax.random.split(key, 1 + setup.layers * len(shapes)))
-        x = jax.random.normal(next(keys), (setup.batch, setup.seq, setup.width))
-        weights = [
-            {n: jax.random.normal(next(keys), s) / np.sqrt(s[0]) for n, s in shapes.items()}
+        keys = iter(jax.random.split(key, 2 + setup.layers * len(shapes)))
+        layers = [
+            {k: jax.random.normal(next(keys), s) / np.sqrt(s[0]) for k, s in shapes.items()}
             for _ in range(setup.layers)
         ]
-        return jax.tree.map(lambda y: y.astype(setup.dtype), (x, weights))
+        norms = 1 + 0.1 * jax.random.normal(next(keys), (setup.layers, 2, setup.width))
+        x = jax.random.normal(next(keys), (setup.batch, setup.seq, setup.width))
+        operands = x, {"norms": norms, "layers": layers}
+        return jax.tree.map(lambda y: y.astype(setup.dtype), operands)
 
-    shardings = jax.tree.map(partial(NamedSharding, mesh), (ROWS, [SPECS] * setup.layers))
+    specs = (ROWS, {"norms": P(), "layers": [LAYER] * setup.layers})
+    shardings = jax.tree.map(partial(NamedSharding, mesh), specs)
     return jax.jit(make, out_shardings=shardings)(jax.random.key(seed))
 
 
@@ -150,34 +191,38 @@ def largest_difference(got, want):
 
 
 # About ten times what another order of the same sums was seen to change.
-ROUNDING = {"float32": 1e-5, "bfloat16": 5e-2}
+ROUNDING = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
 
 
 def compare(ours, theirs, operands, dtype):
     """Whether the passes agree, with a sentence for each."""
     same, sentences = True, []
     for name in ours:
-        found = largest_difference(ours[name](*operands), theirs[name](*operands))
+        got, want = (fns[name](*operands) for fns in (ours, theirs))
+        found = largest_difference(got, want)
         within = found <= ROUNDING[dtype]  # a NaN is not
         same &= within
-        sentences.append(f"{name} {found:.1e} ({'within' if within else 'BEYOND'} rounding)")
+        text = f"{name} {found:.1e} ({'within' if within else 'BEYOND'} rounding)"
+        if isinstance(got, tuple):
+            text += f", losses {float(got[0]):.6f} and {float(want[0]):.6f}"
+        sentences.append(text)
     return same, "; ".join(sentences)
 
 
-def speed(ours, theirs, operands, setup, num_devices):
-    """Milliseconds of both, and the rate of ours: a sentence for each pass."""
-    for name, factor in (("forward", 1), ("backward", 3)):  # gradients of both factors
-        flops = factor * setup.flops / num_devices
-        expected_us = flops / 500e6
+def speed(ours, theirs, operands, setup):
+    """A table of milliseconds, medians of both in turn: its lines."""
+    yield f"{'':<20}{'jax.lax':>10}{'pk_jax':>10}{'speed-up':>10}{'TFLOP/s a device':>18}"
+    for name, factor in (("forward", 1), ("forward + backward", 3)):  # gradients of both factors
+        flops = factor * setup.flops
         runs = {
-            which: timing.Program(fns[name], operands, 1, expected_us)
+            which: timing.Program(fns[name], operands, 1, expected_us=flops / 500e6)
             for which, fns in (("pk_jax", ours), ("jax.lax", theirs))
         }
         found = timing.time_programs(runs, sample_ms=100)
         pk_us, lax_us = found["pk_jax"].median, found["jax.lax"].median
         yield (
-            f"{name}: pk_jax {pk_us / 1e3:.2f} ms ({flops / pk_us / 1e6:.0f} TFLOP/s a device), "
-            f"jax.lax {lax_us / 1e3:.2f} ms: {lax_us / pk_us:.3f}x"
+            f"{name:<20}{lax_us / 1e3:>7.2f} ms{pk_us / 1e3:>7.2f} ms{lax_us / pk_us:>9.3f}x"
+            f"{flops / pk_us / 1e6:>18.0f}"
         )
 
 
@@ -185,9 +230,26 @@ def parse_arguments(argv):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--devices", type=int, help="default: all, or 8 virtual CPU devices")
     parser.add_argument("--cpu", action="store_true", help="virtual CPU devices even if GPUs exist")
+    parser.add_argument("--model", choices=MODELS, help="default: 70b-slice on GPUs, else small")
     for field in dataclasses.fields(Setup):
-        parser.add_argument(f"--{field.name}", type=str if field.name == "dtype" else int)
+        numeric = field.type is int
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=int if numeric else str)
     return parser.parse_args(argv)
+
+
+def make_setup(args, on_cpu, num_devices):
+    """The model asked for, with what else is."""
+    setup = MODELS[args.model or ("small" if on_cpu else "70b-slice")]
+    names = [field.name for field in dataclasses.fields(Setup)]
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    setup = dataclasses.replace(setup, **given)
+    if setup.seq % num_devices:
+        sys.exit(f"--seq {setup.seq} is not divisible by {num_devices} devices")
+    if setup.dtype not in ROUNDING:
+        sys.exit(f"--dtype {setup.dtype} is none of {', '.join(ROUNDING)}")
+    if setup.attention is None and not on_cpu and setup.dtype != "float32":
+        setup = dataclasses.replace(setup, attention="cudnn")
+    return setup
 
 
 def main(argv=None):
@@ -197,22 +259,17 @@ def main(argv=None):
         jax.config.update("jax_platforms", "cpu")
     devices = jax.devices()[: args.devices]
     on_cpu = devices[0].platform == "cpu"
-    given = {k: v for k, v in vars(args).items() if k not in ("devices", "cpu") and v is not None}
-    setup = dataclasses.replace(ON_CPU if on_cpu else ON_GPU, **given)
-    count = len(devices)
-    for name in ("seq", "heads", "hidden"):
-        if getattr(setup, name) % count:
-            sys.exit(f"--{name} {getattr(setup, name)} is not divisible by {count} devices")
-    mesh = jax.make_mesh((count,), ("tp",), axis_types=(AxisType.Auto,), devices=devices)
-    print(f"mesh       {count} x {devices[0].device_kind}")
+    setup = make_setup(args, on_cpu, len(devices))
+    mesh = jax.make_mesh((len(devices),), ("tp",), axis_types=(AxisType.Auto,), devices=devices)
+    print(f"mesh       {mesh.size} x {devices[0].device_kind}")
     print(f"setup      {', '.join(f'{k} {v}' for k, v in vars(setup).items())}")
     operands = make_operands(setup, mesh)
-    ours, theirs = (programs(ops, setup, mesh) for ops in (pk, InLax))
+    ours, theirs = (programs(ops, setup, mesh) for ops in (InPk, InLax))
     same, sentence = compare(ours, theirs, operands, setup.dtype)
     print(f"agreement  {sentence}")
     if same and not on_cpu:
-        for sentence in speed(ours, theirs, operands, setup, count):
-            print(f"speed      {sentence}")
+        for line in speed(ours, theirs, operands, setup):
+            print(f"speed      {line}", flush=True)
     return 0 if same else 1
 
 

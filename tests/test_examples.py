@@ -127,12 +127,15 @@ def test_progress(example, terminal):
 
 @pytest.fixture
 def block(example):
-    """A layer of tensor_parallel.py on four devices, with both modules of products."""
+    """A layer of tensor_parallel.py on four devices, of pk_jax and of jax.lax."""
     module = example("tensor_parallel")
-    setup = module.Setup(1, batch=1, seq=8, heads=4, width=16, hidden=8, dtype="float32")
+    setup = module.Setup(
+        batch=1, seq=8, width=8, heads=2, kv_heads=1, head_width=4, hidden=6, dtype="float32"
+    )
+    setup = dataclasses.replace(setup, layers=1)
     devices = jax.devices("cpu")[:4]
     mesh = jax.make_mesh((4,), ("tp",), axis_types=(AxisType.Auto,), devices=devices)
-    both = [module.programs(ops, setup, mesh) for ops in (pk, module.InLax)]
+    both = [module.programs(ops, setup, mesh) for ops in (module.InPk, module.InLax)]
     return SimpleNamespace(module=module, setup=setup, mesh=mesh, both=both)
 
 
@@ -140,19 +143,21 @@ def test_tensor_parallel_agrees(block):
     operands = block.module.make_operands(block.setup, block.mesh)
     same, sentence = block.module.compare(*block.both, operands, block.setup.dtype)
     assert same and sentence.count("(within rounding)") == 2
-    x, weights = operands
-    other = [(x + 1, weights)[i] for i in (0, 1)]
-    wrong = {name: lambda *_, f=f: f(*other) for name, f in block.both[1].items()}
+    losses = re.search(r"losses (\S+) and (\S+)$", sentence).groups()
+    assert float(losses[0]) == pytest.approx(float(losses[1]), rel=1e-5)
+    x, params = operands
+    wrong = {name: lambda *_, f=f: f(x + 1, params) for name, f in block.both[1].items()}
     same, sentence = block.module.compare(block.both[0], wrong, operands, block.setup.dtype)
     assert not same and "BEYOND" in sentence
 
 
 def test_tensor_parallel_is_made_of_fused_products(block):
     operands = jax.eval_shape(partial(block.module.make_operands, block.setup, block.mesh))
-    text = str(jax.make_jaxpr(block.both[0]["backward"])(*operands))
+    text = str(jax.make_jaxpr(block.both[0]["forward + backward"])(*operands))
     # Attention and the hidden units, each of them gathered and summed, forward and backward.
     assert text.count(" pk_all_gather_matmul[") == text.count(" pk_matmul_reduce_scatter[") == 4
-    assert not re.search(r"= (all_gather|reduce_scatter|pk_all_gather|pk_psum_scatter)\[", text)
+    others = r"= ((?:pk_)?(?:all_gather|reduce_scatter|psum|psum_\w+))\["
+    assert set(re.findall(others, text)) == {"pk_psum"}  # the loss and the gradients of the norms
 
 
 def test_tensor_parallel_speed(block, monkeypatch):
@@ -163,6 +168,26 @@ def test_tensor_parallel_speed(block, monkeypatch):
         "time_programs",
         lambda programs, sample_ms: {n: timing.Timing(medians[n], 0, 0, 0) for n in programs},
     )
-    lines = list(block.module.speed(*block.both, (), block.module.ON_GPU, 8))
-    assert lines[0].startswith("forward: pk_jax 0.50 ms (")
-    assert [line.rsplit(" ", 1)[1] for line in lines] == ["1.200x", "1.200x"]
+    setup = block.module.MODELS["70b-slice"]
+    head, *lines = block.module.speed(*block.both, (), setup)
+    assert head.split() == ["jax.lax", "pk_jax", "speed-up", "TFLOP/s", "a", "device"]
+    for line in lines:
+        assert "0.60 ms   0.50 ms    1.200x" in line
+    # Llama 70B on eight GPUs: the products of two layers, 8192 tokens each, and their attention.
+    flops = 2 * (2 * 8192 * 8192 * (1280 + 1024 + 3 * 3584) + 4 * 2048**2 * 1024 * 2)
+    assert setup.flops == flops and lines[0].split()[-1] == f"{flops / 500e6:.0f}"
+
+
+def test_tensor_parallel_arguments(example):
+    module = example("tensor_parallel")
+
+    def setup(*argv, on_cpu=False, devices=2):
+        return module.make_setup(module.parse_arguments(argv), on_cpu, devices)
+
+    assert setup() == dataclasses.replace(module.MODELS["70b-slice"], attention="cudnn")
+    assert setup("--dtype", "float32", "--kv-heads", "2").attention is None
+    assert setup(on_cpu=True) == module.MODELS["small"]
+    with pytest.raises(SystemExit, match="--seq 64 is not divisible by 3 devices"):
+        setup(on_cpu=True, devices=3)
+    with pytest.raises(SystemExit, match="--dtype int8 is none of float32"):
+        setup("--dtype", "int8")
