@@ -84,13 +84,15 @@ class InLax:
     """The same in jax.lax."""
 
     @staticmethod
-    def column_parallel_dense(x, w, axis_name, *, sequence_dimension):
-        return lax.all_gather(x, axis_name, axis=sequence_dimension, tiled=True) @ w
+    def column_parallel_dense(x, w, axis_name, *, bias=None, sequence_dimension):
+        y = lax.all_gather(x, axis_name, axis=sequence_dimension, tiled=True) @ w
+        return y if bias is None else y + bias
 
     @staticmethod
-    def row_parallel_dense(x, w, axis_name, *, sequence_dimension):
+    def row_parallel_dense(x, w, axis_name, *, bias=None, sequence_dimension):
         dimension = {"scatter_dimension": sequence_dimension}
-        return lax.psum_scatter(x @ w, axis_name, **dimension, tiled=True)
+        y = lax.psum_scatter(x @ w, axis_name, **dimension, tiled=True)
+        return y if bias is None else y + bias
 
     psum = staticmethod(lax.psum)
 

@@ -1,7 +1,7 @@
 """The examples run as users run them; their own arithmetic of comparing is right."""
 
 import dataclasses
-import importlib
+import importlib.util
 import io
 import os
 import re
@@ -191,3 +191,37 @@ def test_tensor_parallel_arguments(example):
         setup(on_cpu=True, devices=3)
     with pytest.raises(SystemExit, match="--dtype int8 is none of float32"):
         setup("--dtype", "int8")
+
+
+@pytest.mark.parametrize("library, package", [("nnx", "flax"), ("equinox", "equinox")])
+def test_tensor_parallel_in_a_library_of_modules(library, package, tmp_path):
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"needs {package}: pip install {package}")
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    command = [sys.executable, "-W", "error", EXAMPLES / f"tensor_parallel_{library}.py", "--cpu"]
+    done = subprocess.run(
+        [*command, "--steps", "3"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = {line.split()[0]: line.split(maxsplit=1)[1] for line in done.stdout.splitlines()}
+    assert lines["mesh"] == "8 x cpu" and lines["agreement"] == "within rounding"
+    losses = [re.findall(r"\d\.\d{5}", lines[name]) for name in ("pk_jax", "jax.lax")]
+    assert losses[0] == losses[1] and losses[0][1] < losses[0][0]
+
+
+def test_losses_of_modules_that_differ_are_told_apart(example):
+    agree = example("_train_both").agree
+    losses = np.linspace(2, 1, 3)
+    assert agree(losses, losses * (1 + 1e-5), 1e-4)
+    for ours, theirs in (
+        (losses, losses * 1.001),
+        (losses[::-1], losses[::-1]),
+        (losses, [2, 1.5, np.nan]),
+    ):
+        assert not agree(ours, theirs, 1e-4)
