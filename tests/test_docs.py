@@ -50,25 +50,32 @@ def sources() -> str:
     return re.sub(r'"\s*\n\s*f?"', "", text)
 
 
-def python_examples() -> list[str]:
-    return [
-        body for kind, body in BLOCK.findall((ROOT / "README.md").read_text()) if kind == "python"
-    ]
+def python_examples(page: str) -> list[str]:
+    return [body for kind, body in BLOCK.findall((ROOT / page).read_text()) if kind == "python"]
 
 
-@pytest.mark.parametrize("number", range(len(python_examples())))
-def test_readme_example_runs(number, tmp_path):
+# Pages whose examples are programs.
+PROGRAMS = [
+    pytest.param(code, id=f"{page}-{i}")
+    for page in ("README.md", "docs/tensor_parallel.md")
+    for i, code in enumerate(python_examples(page))
+]
+
+
+@pytest.mark.parametrize("code", PROGRAMS)
+def test_example_runs(code, tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     environment |= {"JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-W", "error", "-c", python_examples()[number]]
+    command = [sys.executable, "-W", "error", "-c", code]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_readme_has_an_example():
-    assert python_examples()
+@pytest.mark.parametrize("page", ["README.md", "docs/tensor_parallel.md"])
+def test_page_has_an_example(page):
+    assert python_examples(page)
 
 
 def test_readme_is_short():
