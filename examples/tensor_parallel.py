@@ -182,14 +182,15 @@ def make_operands(setup, mesh, seed=0):
     return jax.jit(make, out_shardings=shardings)(jax.random.key(seed))
 
 
+@jax.jit
 def largest_difference(got, want):
-    """Of any array, as the norm of what two differ by over the norm of the second."""
+    """Of any array, the norm of the difference over that of the second; NaN if any has one."""
 
     def difference(a, b):
-        a, b = (np.asarray(y).astype(np.float32) for y in (a, b))
-        return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+        a, b = (y.astype(jnp.float32) for y in (a, b))
+        return jnp.sqrt(jnp.sum((a - b) ** 2) / jnp.sum(b**2))
 
-    return max(jax.tree.leaves(jax.tree.map(difference, got, want)))
+    return jnp.max(jnp.stack(jax.tree.leaves(jax.tree.map(difference, got, want))))
 
 
 # About ten times what another order of the same sums was seen to change.
@@ -201,7 +202,7 @@ def compare(ours, theirs, operands, dtype):
     same, sentences = True, []
     for name in ours:
         got, want = (fns[name](*operands) for fns in (ours, theirs))
-        found = largest_difference(got, want)
+        found = float(largest_difference(got, want))
         within = found <= ROUNDING[dtype]  # a NaN is not
         same &= within
         text = f"{name} {found:.1e} ({'within' if within else 'BEYOND'} rounding)"

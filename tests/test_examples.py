@@ -139,16 +139,37 @@ def block(example):
     return SimpleNamespace(module=module, setup=setup, mesh=mesh, both=both)
 
 
-def test_tensor_parallel_agrees(block):
-    operands = block.module.make_operands(block.setup, block.mesh)
-    same, sentence = block.module.compare(*block.both, operands, block.setup.dtype)
-    assert same and sentence.count("(within rounding)") == 2
+def test_tensor_parallel_runs_and_agrees(tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    command = [sys.executable, "-W", "error", EXAMPLES / "tensor_parallel.py", "--cpu"]
+    done = subprocess.run(
+        [*command, "--devices", "4", "--seq", "8", "--layers", "1", "--attention", "xla"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("mesh       4 x cpu\n")
+    sentence = done.stdout.splitlines()[-1]
+    assert sentence.startswith("agreement ") and sentence.count("(within rounding)") == 2
     losses = re.search(r"losses (\S+) and (\S+)$", sentence).groups()
     assert float(losses[0]) == pytest.approx(float(losses[1]), rel=1e-5)
-    x, params = operands
-    wrong = {name: lambda *_, f=f: f(x + 1, params) for name, f in block.both[1].items()}
-    same, sentence = block.module.compare(block.both[0], wrong, operands, block.setup.dtype)
-    assert not same and "BEYOND" in sentence
+
+
+def test_passes_that_differ_are_told_apart(example):
+    compare = example("tensor_parallel").compare
+
+    def programs(loss, gradient):
+        gradients = {"norms": np.full(2, gradient, np.float32), "layers": [np.ones(2, np.float32)]}
+        return {"forward + backward": lambda: (np.float32(loss), gradients)}
+
+    right = programs(2, 1)
+    for other, same in (((2, 1 + 1e-6), True), ((2.1, 1), False), ((2, np.nan), False)):
+        found, sentence = compare(programs(*other), right, (), "float32")
+        assert found == same and ("BEYOND" in sentence) != same
 
 
 def test_tensor_parallel_is_made_of_fused_products(block):
