@@ -68,7 +68,7 @@ MODELS = {
 
 ROWS = P(None, "tp")  # [batch, seq, width]
 # Side by side in "qkv" lie the columns of a device's queries, keys and values, then the next one's;
-# "gate_up" likewise. One product for all is faster than several, with and without pk_jax.
+# "gate_up" likewise, so that one product takes all of them.
 LAYER = {"qkv": P(None, "tp"), "out": P("tp"), "gate_up": P(None, "tp"), "down": P("tp")}
 
 
