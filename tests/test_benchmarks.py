@@ -288,13 +288,27 @@ def test_report_of_products():
 def test_report_of_products_with_a_collective():
     row = records.Record(
         id="agmm-x", op="all_gather_matmul", ranks=2, processes=1, median_us=12.0, compute_us=10.0,
-        link_us=5.0, ratio=1.2, baselines={"xla": 18.0, "xla_dot": 10.0}, speedup=1.5,
-        config={"num_comm_sms": 4}, commit="0123456789", date="2026-01-02",
+        link_us=5.0, ratio=1.2, baselines={"xla": 18.0, "xla_dot": 10.0, "pallas": 15.0},
+        config={"kernels": "all_gather_matmul", "num_comm_sms": 4, "num_blocks": 132},
+        commit="0123456789", date="2026-01-02",
     )  # fmt: skip
     text = report.fused({row.key: row})
-    cells = "agmm-x | `all_gather_matmul` | num_comm_sms 4 | 12 | 10 | 5 | 1.20 | 18 | 1.50x"
-    assert f"| {cells} |" in text and "commit 0123456," in text
+    cells = "agmm-x | `all_gather_matmul` | one kernel, num_comm_sms 4 | 12 | 10 | 5 | 1.20 | 18"
+    assert f"| {cells} | 15 | 1.25x |" in text and "commit 0123456," in text
+    assert "| over the larger | XLA | Pallas | speed-up over the fastest |" in text
     assert report.fused({}) == ""
+
+
+def test_report_of_blocks():
+    row = records.Record(
+        id="mlp-x", op="tensor_parallel_mlp", ranks=2, processes=1, median_us=12.0, compute_us=10.0,
+        link_us=5.0, ratio=1.2, baselines={"xla": 18.0, "xla_hiding": 15.0, "xla_local": 10.0},
+        config={"kernels": "2 all_gather_matmul, 7 matmul"}, extra_bytes=3 << 20, date="2026-01-02",
+    )  # fmt: skip
+    text = report.blocks({row.key: row})
+    kernels = "2 all_gather_matmul, 7 matmul"
+    assert f"| mlp-x | {kernels} | 12 | 10 | 5 | 1.20 | 18 | 15 | 1.25x | 3 |" in text
+    assert report.blocks({}) == ""
 
 
 def test_report_without_records(tmp_path, capsys):
