@@ -58,11 +58,10 @@ def pk_local(rows: Any, w: Any) -> Any:
     return dot(gated(dot(rows, up), dot(rows, gate)), down)
 
 
-def block(x: Any, w: Any, config: pk.Config | None = None) -> Any:
+def block(x: Any, w: Any) -> Any:
     """The block of pk's ops."""
     up, gate, down = w
-    h = gated(*pk.all_gather_matmul(x, (up, gate), AXIS, config=config))
-    return pk.matmul_reduce_scatter(h, down, AXIS, config=config)
+    return pk.matmul_reduce_scatter(gated(*pk.all_gather_matmul(x, (up, gate), AXIS)), down, AXIS)
 
 
 def step(f: Block, x: Any, w: Any) -> Any:
@@ -85,10 +84,11 @@ def ways(case: MlpCase, ranks: int, method: harness.Method) -> dict[str, fused.W
         "pk_local": of(pk_local, "alone"),
         "default": of(block),
     }
-    if method.forced:
-        # Backward passes choose for themselves: a config speaks of the op it is given to.
-        config = pk.Config(schedule="sequential")
-        found["sequential"] = of(functools.partial(block, config=config))
+    for schedule in ("sequential", "intra_sm") if method.forced else ():
+        # As a default, which the ops of the gradients have, too.
+        way = found["default"]
+        call = pk.use_config(schedule=schedule)(way.call)
+        found[schedule] = way._replace(call=call)
     return found
 
 
