@@ -124,6 +124,27 @@ def test_the_default_that_cannot_run_is_a_failure(mesh):
     assert len(failures) == 1 and "'cpu'" in failures[0]
 
 
+def test_an_error_of_the_runtime(mesh):
+    """Names a baseline that could not run; of pk's ops it is a failure."""
+
+    def broken(name, way):
+        def call(x, w):
+            raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: no such option\nand more")
+
+        return way._replace(call=call)
+
+    op = only(reduced.SCATTER, "ring", "default", change=broken)
+    record, failures = fused_bench.run_case(mesh, op, CASES["scatter"][1], ONCE, {})
+    assert record.skipped == dict.fromkeys(("ring", "default"), "INVALID_ARGUMENT: no such option")
+    assert failures == ["mmrs-tiny default: INVALID_ARGUMENT: no such option"]
+
+
+def test_rows_that_a_ring_cannot_share(mesh):
+    case = dataclasses.replace(CASES["reduce"][1], m=1)
+    record, failures = fused_bench.run_case(mesh, only(reduced.REDUCE, "ring"), case, ONCE, {})
+    assert "cannot share 1 rows" in record.skipped["ring"] and not failures
+
+
 def test_a_program_with_a_refused_word(mesh):
     way = fused.Way(gathered.xla, "baseline", refuses="all_gather")
     with pytest.raises(NotImplementedError, match="has all_gather"):

@@ -17,6 +17,7 @@ import faulthandler
 import functools
 import json
 import os
+import pathlib
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -63,7 +64,10 @@ def measure(
     variables = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": HEAP, "NCCL_NVLS_ENABLE": "0"}
     flags = variables.get("XLA_FLAGS", "").split()
     variables["XLA_FLAGS"] = " ".join(flag for flag in flags if not flag.startswith(NVSHMEM))
-    command = [sys.executable, "-m", "pk_jax._bench.pallas", json.dumps(asked)]
+    # This very package, from wherever this process has it.
+    places = [str(pathlib.Path(__file__).parents[2]), variables.get("PYTHONPATH", "")]
+    variables["PYTHONPATH"] = os.pathsep.join(place for place in places if place)
+    command = [sys.executable, "-P", "-m", "pk_jax._bench.pallas", json.dumps(asked)]
     try:
         done = subprocess.run(
             command, env=variables, capture_output=True, text=True, timeout=timeout_s

@@ -30,6 +30,8 @@ def reduce(x: Any, w: Any) -> Any:
 def ring_scatter(x: Any, w: Any) -> Any:
     """Makes the rows of one rank while the sum of the ones before travels to its neighbour."""
     ranks, me = lax.axis_size(AXIS), lax.axis_index(AXIS)
+    if x.shape[0] % ranks:
+        raise ValueError(f"a ring of {ranks} ranks cannot share {x.shape[0]} rows")
     rows = x.shape[0] // ranks
 
     def part(of: Any) -> Any:
