@@ -217,7 +217,7 @@ def test_pallas_in_a_child(monkeypatch):
         {"case": "a", "config": "two"}, {"case": "a", "config": "xla", "us": [20, 19, 21]},
         {"case": "a", "config": "two", "us": [10, 9, 11]}, {"case": "b", "config": "one"},
     ]  # fmt: skip
-    text = "a warning\n" + "".join(json.dumps(line) + "\n" for line in lines)
+    text = "a warning\n" + "".join(json.dumps(line) + "\n" for line in lines) + '{"case": "b'
     found = pallas.parse(text, ["a", "b", "c"], "its process ended with code 1")
     assert pallas.best(found["a"]) == ("two", 10) and set(found["a"]["errors"]) == {"one"}
     assert found["b"]["errors"] == {"one": "its process ended with code 1"}
@@ -230,8 +230,11 @@ def test_pallas_in_a_child(monkeypatch):
 
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_experimental_enable_nvshmem=true")
     monkeypatch.setattr(subprocess, "run", late)
-    found = pallas.measure([dataclasses.replace(GATHER, name=n) for n in "abc"], 1, 0.0, 5)
-    assert "within 5 s" in found["b"]["errors"]["one"]
+    cases = [dataclasses.replace(GATHER, name=name) for name in "abc"]
+    assert "within 5 s" in pallas.measure(cases, 1, 0.0, 5)["b"]["errors"]["one"]
+    ended = subprocess.CompletedProcess([], 1, text, "Timeout (0:00:40)!\nthe stack")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: ended)
+    assert "more than 40 s" in pallas.measure(cases, 1, 0.0)["b"]["errors"]["one"]
 
 
 def test_pallas_is_a_baseline_of_the_record(mesh, monkeypatch):

@@ -17,7 +17,7 @@ import mixed
 import report
 import run
 
-from pk_jax._bench import harness, records, timing, variants
+from pk_jax._bench import collective_matmul, harness, records, reduced, timing, variants
 from pk_jax._bench.ops import AXIS, OPS
 from pk_jax._tuning import collective_cases
 
@@ -70,6 +70,24 @@ def test_select():
     assert quick[0].tags >= {"target"} and all(c.tags & {"quick", "target"} for c in quick)
     with pytest.raises(SystemExit, match="no case matches"):
         run.select(["all_gather"], ["ag-7K"], False)
+
+
+def test_run_of_products_with_a_collective(monkeypatch, tmp_path):
+    every = reduced.REDUCE.ways
+    few = reduced.REDUCE._replace(
+        ways=lambda *args: {name: every(*args)[name] for name in ("xla", "default")}
+    )
+    monkeypatch.setattr(reduced, "REDUCE", few)
+    tiny = collective_matmul.ON_CPU["matmul_all_reduce"]
+    cases = dict.fromkeys(collective_matmul.CASES, ()) | {"matmul_all_reduce": tiny}
+    monkeypatch.setattr(collective_matmul, "CASES", cases)
+    command = ["--samples", "1", "--sample-ms", "0", "--out", str(tmp_path)]
+    assert run.main(["--op", "collective_matmul", *command]) == 0
+    (path,) = tmp_path.glob("*/matmul_all_reduce.jsonl")
+    (record,) = records.load(path)
+    assert record.id == "mmar-tiny" and record.median_us > 0 and set(record.baselines) == {"xla"}
+    with pytest.raises(SystemExit, match="no case matches"):
+        run.main(["--op", "matmul_all_reduce", "--cases", "mmar-m2", *command])
 
 
 def test_special_ops_run_alone(capsys):

@@ -25,7 +25,7 @@ from typing import Any
 
 from pk_jax._tuning.fused_cases import GatherCase
 
-NAME = "pallas"
+NAME, XLA = "pallas", "xla"
 LIMIT_S = 40.0  # of a config, its compilation and its check included
 TOTAL_S = 240.0  # of all cases
 HEAP = "0.15"  # of the card, beside the parent's
@@ -76,6 +76,8 @@ def measure(
         if done.returncode:
             last = done.stderr.strip().splitlines()[-1:]
             reason = f"its process ended with code {done.returncode}: {' '.join(last)}"
+            if "Timeout (" in done.stderr:  # faulthandler's word
+                reason = f"it took more than {LIMIT_S:.0f} s"
     except subprocess.TimeoutExpired as error:
         text = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
         reason = f"its process did not end within {timeout_s:.0f} s"
@@ -86,8 +88,8 @@ def parse(text: str, names: Sequence[str], reason: str | None) -> dict[str, dict
     """The child's lines by case; `reason` is why there are not more of them."""
     found: dict[str, dict[str, Any]] = {name: {"us": {}, "errors": {}} for name in names}
     started = None
-    for line in text.splitlines():
-        if not line.startswith("{"):
+    for line in text.splitlines(keepends=True):
+        if not (line.startswith("{") and line.endswith("}\n")):
             continue
         row = json.loads(line)
         mine, config = found[row["case"]], row["config"]
@@ -110,7 +112,7 @@ def parse(text: str, names: Sequence[str], reason: str | None) -> dict[str, dict
 
 def best(found: dict[str, Any]) -> tuple[str, float] | None:
     """The fastest config and its microseconds."""
-    times = {config: us[0] for config, us in found["us"].items() if config != "xla"}
+    times = {config: us[0] for config, us in found["us"].items() if config != XLA}
     return min(times.items(), key=lambda item: item[1], default=None)
 
 
@@ -153,25 +155,25 @@ def child(asked: dict[str, Any]) -> None:
     for name, *shape in asked["cases"]:
         bench = fused_bench.Bench(mesh, gathered.OP, GatherCase(name, *shape))
         programs: dict[str, timing.Program] = {}
-        ways: dict[str, Any] = {"xla": lambda: fused.Way(gathered.xla, "baseline")}
+        ways: dict[str, Any] = {XLA: lambda: fused.Way(gathered.xla, "baseline")}
         ways |= {label(config): functools.partial(way, config) for config in CONFIGS}
         for config, make in ways.items():
             say(case=name, config=config)
             faulthandler.dump_traceback_later(LIMIT_S, exit=True)
             try:
                 programs[config] = bench.build(make()).program
-                # Once more before it counts as one that ends.
-                jax.block_until_ready(programs[config].run(*programs[config].args))
+                # In turn with XLA's, and at once: what comes later may not end.
+                pair = {key: programs[key] for key in (XLA, config) if key in programs}
+                times = timing.time_programs(pair, asked["sample_ms"], asked["samples"], 0.5)
             except harness.CheckError as error:
                 say(case=name, config=config, error=f"refused: {error}")
             except Exception as error:  # sizes that it does not take, or no such kernel here
                 text = (str(error).splitlines() or [""])[0]
                 say(case=name, config=config, error=f"{type(error).__name__}: {text}"[:200])
-        faulthandler.dump_traceback_later(LIMIT_S, exit=True)
-        times = timing.time_programs(programs, asked["sample_ms"], asked["samples"], 1.0)
-        faulthandler.cancel_dump_traceback_later()
-        for config, each in times.items():
-            say(case=name, config=config, us=[each.median, each.p10, each.p90])
+            else:
+                for key, each in times.items():
+                    say(case=name, config=key, us=[each.median, each.p10, each.p90])
+            faulthandler.cancel_dump_traceback_later()
 
 
 def say(**row: Any) -> None:
