@@ -83,6 +83,9 @@ def parser() -> argparse.ArgumentParser:
         "--plans", action="store_true", help="of products with a collective, time each plan too"
     )
     out.add_argument(
+        "--without", nargs="+", default=[], metavar="WAY", help="of them, leave out e.g. pallas"
+    )
+    out.add_argument(
         "--budget", type=float, metavar="SECONDS", help="start no case after this time"
     )
     out.add_argument(
@@ -191,7 +194,13 @@ def results_of(args: argparse.Namespace) -> Iterator[tuple[Any, list[str]]]:
 
     mesh = jax.make_mesh((jax.device_count(),), (AXIS,))
     stamp = records.provenance(args.commit or checkout.commit())
-    method = harness.Method(sample_ms(args), args.samples, not args.only_default, plans=args.plans)
+    method = harness.Method(
+        sample_ms(args),
+        args.samples,
+        not args.only_default,
+        plans=args.plans,
+        without=tuple(args.without),
+    )
     if args.op == ["host_cost"]:
         return calls.host_cost(mesh, method, stamp)
     if args.op[0] in PRODUCTS:

@@ -139,6 +139,13 @@ def test_an_error_of_the_runtime(mesh):
     assert failures == ["mmrs-tiny default: INVALID_ARGUMENT: no such option"]
 
 
+def test_what_is_left_out(mesh):
+    method = ONCE._replace(without=("ring", "xla_hiding", "xla_windowed", "pk_dot", "pallas"))
+    record, _ = fused_bench.run_case(mesh, gathered.OP, GATHER, method, {})
+    assert set(record.baselines) == {"xla", "xla_dot"} and not record.skipped
+    assert collective_matmul.pallas_of(mesh, [GATHER], method) == {}
+
+
 def test_rows_that_a_ring_cannot_share(mesh):
     case = dataclasses.replace(CASES["reduce"][1], m=1)
     record, failures = fused_bench.run_case(mesh, only(reduced.REDUCE, "ring"), case, ONCE, {})

@@ -37,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plans", action="store_true", help="also time each tile and number of SMs"
     )
+    parser.add_argument(
+        "--without", nargs="+", default=[], metavar="WAY", help="leave out, e.g. pallas xla_hiding"
+    )
     command.add_arguments(parser)
 
 
@@ -70,6 +73,7 @@ def suite(mesh: Any, args: argparse.Namespace) -> int:
         forced=args.forced or args.plans,
         budget_s=1.0,
         plans=args.plans,
+        without=tuple(args.without),
     )
     failures: list[str] = []
     count, start = 0, time.perf_counter()
@@ -116,6 +120,8 @@ def pallas_of(mesh: Any, cases: Sequence[GatherCase], method: Any) -> dict[str, 
 
     from pk_jax._bench import fused_bench, pallas
 
+    if pallas.NAME in method.without:
+        return {}
     reason = None
     if mesh.devices.flat[0].platform != "gpu":
         reason = "it needs GPUs"

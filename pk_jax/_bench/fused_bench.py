@@ -86,6 +86,7 @@ def run_case(
     built: dict[str, Built] = {}
     failures, skipped = [], dict(beside.skipped)
     ways = op.ways(case, bench.ranks, method)
+    ways = {name: way for name, way in ways.items() if name not in method.without}
     for name, way in ways.items():
         try:
             built[name] = bench.build(way)
