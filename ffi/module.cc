@@ -25,6 +25,7 @@
 #include "ffi/matmul.h"
 #include "ffi/noop.h"
 #include "ffi/ragged_dot.h"
+#include "ffi/timeline_python.h"
 #include "ffi/virtual_ranks_python.h"
 #include "kernels/matmul_reduce.h"
 #include "mechanism/copy_engine.h"
@@ -290,6 +291,7 @@ NB_MODULE(_ffi, m) {
         "Text of the device error record, None if no kernel has given up.");
   m.def("communicators", &communicators, "The communicators that are alive.");
   pk::bind_virtual_ranks(m);
+  pk::bind_timeline(m);
   m.def("exchange_descriptors", &exchange_descriptors, nb::arg("all_gather"), nb::arg("rank"),
         nb::arg("num_ranks"), nb::arg("fd"),
         "Hands fd to every other process and returns theirs (-1 for this process), for tests.");
