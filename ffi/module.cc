@@ -37,6 +37,7 @@
 #include "schedule/scatter_walk.h"
 #include "tile/comm_view.h"
 #include "tile/row_tiles.h"
+#include "tile/timeline.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace nb = nanobind;
@@ -113,6 +114,7 @@ nb::dict build_info() {
   info["version"] = PK_JAX_VERSION;
   info["arch"] = PK_JAX_ARCH;
   info["cuda_runtime"] = version(CUDART_VERSION);
+  info["timeline"] = pk::timeline::kRecorded;
   info["ffi_api"] = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   nb::dict limits;  // what pk_jax/ repeats, for a test to compare
   limits["ranks"] = pk::kMaxRanks;

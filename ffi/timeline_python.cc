@@ -1,5 +1,7 @@
 #include "ffi/timeline_python.h"
 
+#include <cstddef>
+
 #include "runtime/timeline.h"
 #include "tile/timeline.h"
 
@@ -16,6 +18,7 @@ void bind_timeline(nb::module_& m) {
         nb::dict layout;
         layout["names"] = names;
         layout["event_bytes"] = sizeof(timeline::Event);
+        layout["head_bytes"] = offsetof(timeline::Block, events);
         layout["block_bytes"] = sizeof(timeline::Block);
         return layout;
       },

@@ -22,9 +22,7 @@ namespace pk::timeline {
 
 namespace {
 [[noreturn]] void missing() {
-  throw Error(
-      "this build of pk_jax records no timelines; build it with "
-      "-C cmake.define.PK_JAX_TIMELINE=ON (pip) or -DPK_JAX_TIMELINE=ON (CMake)");
+  throw Error("this build of pk_jax records no timelines: it needs -DPK_JAX_TIMELINE=ON");
 }
 }  // namespace
 

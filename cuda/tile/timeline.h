@@ -64,7 +64,11 @@ struct alignas(128) Buffer {
   alignas(128) Block blocks[kMostBlocks];
 };
 
-#ifdef PK_JAX_TIMELINE
+#ifndef PK_JAX_TIMELINE
+inline constexpr bool kRecorded = false;
+#else
+inline constexpr bool kRecorded = true;
+
 // Without a device linker each file of kernels has a pointer to the buffer of its own: the
 // addresses of all of them, for the host to set.
 inline std::vector<const void*>& pointers() {
