@@ -27,6 +27,8 @@ COLOURS = {
 }
 # Heights of a warp in its SM's lane: what is not here has one.
 HEIGHTS = {"consumer": 3.0}
+# Drawn with a line between one lap and the next.
+FOLLOWS_ITSELF = ("multiply", "push", "send", "store")
 # Nobody could tell laps apart that are shorter than a pixel or so: bins of the curves.
 BINS = 150
 
@@ -146,7 +148,11 @@ def _draw_lanes(
                 done = its[its["did"] == did]
                 spans = np.stack([done["begin"], done["end"] - done["begin"]], 1)
                 axes.broken_barh(
-                    spans, (top, size * scale * 0.94), facecolors=COLOURS[name], linewidth=0
+                    spans,
+                    (top, size * scale * 0.94),
+                    facecolors=COLOURS[name],
+                    edgecolors="white",
+                    linewidth=0.3 if name in FOLLOWS_ITSELF else 0.0,
                 )
     axes.set_yticks(np.arange(len(lanes)) + 0.5, [label for label, _ in lanes], fontsize=7)
     axes.set_ylim(0, max(1, len(lanes)))
@@ -166,7 +172,7 @@ def _draw_curves(link: Any, cores: Any, found: timeline.Timeline, edges: np.ndar
         link.plot(middles, rate, lw=1.2, label=f"GPU {rank} sends")
         blocks = max(1, len(np.unique(mine["block"])))
         share = timeline.busy(multiplied[multiplied["rank"] == rank], edges) / width / blocks
-        cores.plot(middles, 100 * share, lw=1.2, label=f"GPU {rank}")
+        cores.plot(middles, 100 * share, lw=1.2)
     link.axhline(LINK_BYTES_PER_US / 1e3, color="0.6", lw=1, ls=":")
     link.set_ylabel("GB/s", fontsize=8)
     cores.set_ylabel("% of blocks\nthat multiply", fontsize=8)
@@ -175,4 +181,4 @@ def _draw_curves(link: Any, cores: Any, found: timeline.Timeline, edges: np.ndar
     for axes in (link, cores):
         axes.set_xlim(edges[0], edges[-1])
         axes.grid(alpha=0.25)
-        axes.legend(frameon=False, fontsize=8, loc="lower right")
+    link.legend(frameon=False, fontsize=8, loc="center right")
