@@ -169,7 +169,7 @@ def test_the_library_says_what_is_read_here():
     assert layout["head_bytes"] == timeline.HEAD.itemsize
     assert layout["block_bytes"] == timeline.BLOCK_BYTES
     assert set(layout["names"]) == set(timeline_plot.COLOURS) | {"nothing"}
-    assert set(timeline.ROLES) | set(timeline.OF_TILES) < set(layout["names"])
+    assert set(timeline.ROLES) < set(layout["names"])
 
 
 @pytest.mark.skipif(timeline.why_missing() is None, reason="this library records")

@@ -49,7 +49,7 @@ struct GatheredRows {
     // Acquire of the rows; pairs with the watcher's release. It has the limit, so this has none.
     while (ptx::ld_acquire_cta(arrived) < wanted) {
     }
-    if (threadIdx.x % 32 == 0) timeline::lap(Did::kWaitRows, timeline::tile(part.m, part.n));
+    if (threadIdx.x % 32 == 0) timeline::lap(Did::kWaitRows, wanted);
     if (part.own) return {&args.own, args.product.walk.row_of_part(row)};
     return {&gathered, row};
   }
@@ -77,7 +77,7 @@ struct GatherMatmul : Matmul<Shape, kType, Major::kK, kMajorB, GatherWalk, Gathe
             flags.wait(source, i);
         });
         __syncwarp();
-        if (lane == 0) timeline::lap(Did::kWaitFlags, timeline::tile(part.m, part.n));
+        if (lane == 0) timeline::lap(Did::kWaitFlags, count + 1);
       }
       ++count;
       // Passes on what the lanes have acquired; pairs with the acquire in GatheredRows.

@@ -130,7 +130,8 @@ struct Matmul {
       }
       Tile tile;
       multiply(shared, tile, row, col, part.num_steps, at, meanwhile);
-      if (is_first_thread()) timeline::lap(Did::kMultiply, timeline::tile(part.m, part.n));
+      if (is_first_thread())
+        timeline::lap(Did::kMultiply, timeline::tile(tile_row / Shape::kM, part.n));
       pending.store_rest(buffers, args.c, end_row);
       end_row = part.end_row();
       if (!args.walk.is_whole(part)) {

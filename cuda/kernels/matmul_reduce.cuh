@@ -168,7 +168,7 @@ struct ReduceMatmul
         SignalPage& page = signal_page(waiter.comm, tile.owner);
         // Release of the tile, which has arrived; pairs with the acquire in communicate() there.
         ptx::red_add_release_sys(&page.channels[waiter.channel].staged[rank][memory.number], 1);
-        timeline::lap(Did::kSend, 0, tile.owner, PartialLayout::kTileBytes);
+        timeline::lap(Did::kSend, timeline::kNoId, tile.owner, PartialLayout::kTileBytes);
       }
     }
     // The watcher has read it: it was before the last own tile.

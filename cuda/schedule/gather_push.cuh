@@ -121,7 +121,7 @@ __device__ __forceinline__ void push_by_warp(const Waiter& waiter, const GatherP
     if (to != invited_by) {
       target = address_of(waiter, to, wait_invitation(waiter, to, 0, epoch));
       invited_by = to;
-      if (lane == 0) timeline::lap(timeline::Did::kEnter, 0, to);
+      if (lane == 0) timeline::lap(timeline::Did::kEnter, timeline::kNoId, to);
     }
     const auto [o, first] = pieces.place(pieces.sent(i).piece);
     const int64_t left = pieces.inner - first;

@@ -63,7 +63,7 @@ __device__ __forceinline__ void start() {
 }
 
 // One thread, for its warp: what the warp has done since its last lap, or since start().
-__device__ __forceinline__ void lap(Did did, uint32_t id = 0, int peer = kNobody,
+__device__ __forceinline__ void lap(Did did, uint32_t id = kNoId, int peer = kNobody,
                                     uint32_t bytes = 0) {
 #ifdef PK_JAX_TIMELINE
   State& mine = state();

@@ -34,10 +34,11 @@ inline constexpr const char* kNames[] = {
 static_assert(sizeof(kNames) / sizeof(kNames[0]) == static_cast<int>(Did::kAdd) + 1);
 
 inline constexpr uint8_t kNobody = 255;
+inline constexpr uint32_t kNoId = UINT32_MAX;
 
 struct alignas(16) Event {
   uint32_t ns;     // since the block began
-  uint32_t id;     // of a tile or a piece; tile() makes those of a matrix
+  uint32_t id;     // of a tile: tile(), or, with a peer, which one of the block; of a piece
   uint32_t bytes;  // that crossed the link in this time
   Did did;
   uint8_t warp;  // of the block

@@ -42,6 +42,7 @@ HEAD = np.dtype(
     ]
 )
 NOBODY = 255
+NO_ID = 0xFFFFFFFF
 BLOCK_BYTES = 1 << 16
 LAP = np.dtype(
     [
@@ -68,8 +69,6 @@ ROLES = {
     "send": "storer",
     "store": "storer",
 }
-# What has a tile's row and column as its id.
-OF_TILES = ("multiply", "wait for rows", "wait for flags")
 
 
 class Reading(NamedTuple):
@@ -127,6 +126,10 @@ class Timeline(NamedTuple):
     names: Sequence[str]
     about: dict[str, Any]
 
+    def names_in(self, laps: np.ndarray) -> list[str]:
+        """What was done in some laps."""
+        return [self.names[int(did)] for did in np.unique(laps["did"])]
+
     def of(self, *names: str) -> np.ndarray:
         """The laps in which one of these was done."""
         return self.laps[np.isin(self.laps["did"], [self.names.index(name) for name in names])]
@@ -175,9 +178,11 @@ def record(run: Callable[[], Any], devices: Sequence[int]) -> tuple[list[Recordi
         taken = [library.timeline_take(device) for device in started]
     after = [Reading(*library.timeline_clock(device)) for device in devices]
     clocks = map(Clock, before, after)
-    return [Recording(*one, clock) for one, clock in zip(taken, clocks, strict=True)], layout[
-        "names"
+    recordings = [
+        Recording(blocks, dropped, clock)
+        for (blocks, dropped), clock in zip(taken, clocks, strict=True)
     ]
+    return recordings, layout["names"]
 
 
 def timeline(
@@ -290,7 +295,7 @@ def chrome_trace(found: Timeline) -> dict[str, Any]:
         mine = found.laps[found.laps["rank"] == rank]
         for block, warp in np.unique(mine[["block", "warp"]]).tolist():
             its = mine[(mine["block"] == block) & (mine["warp"] == warp)]
-            title = role([found.names[i] for i in np.unique(its["did"])])
+            title = role(found.names_in(its))
             named = {"name": f"SM {its['sm'][0]} block {block} {title} {warp}"}
             where = {"pid": rank, "tid": thread(block, warp)}
             events.append({"ph": "M", "name": "thread_name", **where, "args": named})
@@ -305,12 +310,12 @@ def thread(block: int, warp: int) -> int:
 
 def event(lap: np.void, names: Sequence[str]) -> dict[str, Any]:
     """One lap in the trace."""
-    name = names[lap["did"]]
-    number = int(lap["id"])
-    if name in OF_TILES:
-        args: dict[str, Any] = {"tile": [number >> 16, number & 0xFFFF]}
-    else:
-        args = {"id": number}
+    name, number = names[int(lap["did"])], int(lap["id"])
+    args: dict[str, Any] = {}
+    if name == "multiply" and lap["peer"] < 0 and number != NO_ID:
+        args["tile"] = [number >> 16, number & 0xFFFF]  # its row, and its column
+    elif number != NO_ID:
+        args["id"] = number
     if lap["peer"] >= 0:
         args["peer"] = int(lap["peer"])
     if lap["bytes"]:

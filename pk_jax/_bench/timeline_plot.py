@@ -132,20 +132,16 @@ def _draw_lanes(
     for at, (_, laps) in enumerate(lanes):
         warps = np.unique(laps["warp"])
         mine = [laps[laps["warp"] == warp] for warp in warps]
-        sizes = [
-            HEIGHTS.get(timeline.role([found.names[i] for i in np.unique(its["did"])]), 1.0)
-            for its in mine
-        ]
+        sizes = [HEIGHTS.get(timeline.role(found.names_in(its)), 1.0) for its in mine]
         scale = 0.86 / sum(sizes)
         top = at + 0.93
         for its, size in zip(mine, sizes, strict=True):
             top -= size * scale
-            for did in np.unique(its["did"]):
-                name = found.names[did]
+            for name in found.names_in(its):
                 if name not in COLOURS:
                     continue
                 shown.add(name)
-                done = its[its["did"] == did]
+                done = its[its["did"] == found.names.index(name)]
                 spans = np.stack([done["begin"], done["end"] - done["begin"]], 1)
                 axes.broken_barh(
                     spans,
