@@ -21,8 +21,11 @@
 #include "tile/pipeline.cuh"
 #include "tile/register_tile.cuh"
 #include "tile/shared_tile.cuh"
+#include "tile/timeline.cuh"
 
 namespace pk::matmul {
+
+using timeline::Did;
 
 // A walk says which block makes which tiles: MatmulWalk or GroupedWalk.
 template <typename Walk>
@@ -127,6 +130,8 @@ struct Matmul {
       }
       Tile tile;
       multiply(shared, tile, row, col, part.num_steps, at, meanwhile);
+      if (is_first_thread())
+        timeline::lap(Did::kMultiply, timeline::tile(tile_row / Shape::kM, part.n));
       pending.store_rest(buffers, args.c, end_row);
       end_row = part.end_row();
       if (!args.walk.is_whole(part)) {
@@ -144,6 +149,7 @@ struct Matmul {
         continue;
       }
       pending.take(tile, tile_row, tile_col);
+      if (is_first_thread()) timeline::lap(Did::kEpilogue);
     }
     pending.store_rest(buffers, args.c, end_row);
     if constexpr (requires { parts.rows_in_groups(); }) {
@@ -193,6 +199,7 @@ struct Matmul {
     if constexpr (kSumOfSteps) tile = Tile{};
     for (int step = 0; step < steps; ++step) {
       shared.pipeline.wait_full(at);
+      if (step == 0 && is_first_thread()) timeline::lap(Did::kWaitOperands);
       ptx::wgmma_fence();
 #pragma unroll
       for (int i = 0; i < kBlockK / kWgmmaK; ++i) {
@@ -242,6 +249,7 @@ __device__ __forceinline__ typename Op::Memory& set_up(char* memory, const Args<
   const auto address = reinterpret_cast<uintptr_t>(memory) + kSwizzleBytes - 1;
   auto& shared = *reinterpret_cast<typename Op::Memory*>(address & ~uintptr_t{kSwizzleBytes - 1});
   if (threadIdx.x == 0) shared.pipeline.init(Op::Crew::kConsumers);
+  if (threadIdx.x == 0) timeline::start();
   if (threadIdx.x == 32) {
     ptx::prefetch_tensor_map(&args.a);
     ptx::prefetch_tensor_map(&args.b);

@@ -113,6 +113,7 @@ struct ReduceMatmul
                     before + own);
       }
       __syncwarp();
+      if (lane == 0) timeline::lap(Did::kWaitFlags, own);
       // Passes on what the lanes have acquired; pairs with the acquire in load_piece().
       if (lane == 0) ptx::st_release_cta(&memory.arrived, own);
     }
@@ -132,6 +133,7 @@ struct ReduceMatmul
             add_piece(shared, pending, consumer, at);
           if (pending.to_send() > 0 && all.layout.sends(step)) pending.send_panel();
         });
+        if (is_first_thread()) timeline::lap(Did::kMultiply, count, owner);
       }
       while (pending.to_add() > 0) add_piece(shared, pending, consumer, at);
       while (pending.to_send() > 0) pending.send_panel();
@@ -149,6 +151,7 @@ struct ReduceMatmul
     const Published mine[] = {all.scratch, all.y};
     enter<OneWarp>(waiter, mine, memory.guests, expects);
     check_grids<OneWarp>(waiter, memory.guests, expects);
+    if (lane == 0) timeline::lap(Did::kEnter);
     ptx::fence_proxy_async();  // the invitations, before stores of the other proxy
     Channel& channel = channel_of(waiter);
     for (uint32_t count = 0;; ++count) {
@@ -156,6 +159,7 @@ struct ReduceMatmul
       if (tile.owner < 0) break;
 #pragma unroll 1
       for (int panel = 0; panel < Pending::kPanels; ++panel) store_panel(tile, panel);
+      if (tile.owner == rank && lane == 0) timeline::lap(Did::kStore);
       if (tile.owner == rank) continue;
       ptx::cp_async_bulk_wait_group<0>();
       ptx::fence_proxy_async();
@@ -164,6 +168,7 @@ struct ReduceMatmul
         SignalPage& page = signal_page(waiter.comm, tile.owner);
         // Release of the tile, which has arrived; pairs with the acquire in communicate() there.
         ptx::red_add_release_sys(&page.channels[waiter.channel].staged[rank][memory.number], 1);
+        timeline::lap(Did::kSend, timeline::kNoId, tile.owner, PartialLayout::kTileBytes);
       }
     }
     // The watcher has read it: it was before the last own tile.
@@ -182,9 +187,11 @@ struct ReduceMatmul
     const int lane = threadIdx.x % 32, peers = waiter.comm.num_ranks - 1;
     const uint32_t bytes = all.layout.piece_bytes();
     if (piece == 0) {
+      if (lane == 0) timeline::lap(Did::kLoad);
       // Without a limit of its own: the watcher has one.
       while (ptx::ld_acquire_cta(&memory.arrived) < arrived) {
       }
+      if (lane == 0) timeline::lap(Did::kWaitRows, arrived);
       ptx::fence_proxy_async();  // bulk copies read what generic loads have acquired
     }
     this->shared.pipeline.wait_empty(at);
@@ -202,12 +209,15 @@ struct ReduceMatmul
 
   __device__ __forceinline__ void add_piece(typename Base::Memory& shared, Pending& pending,
                                             int consumer, At& at) {
+    if (is_first_thread()) timeline::lap(Did::kMultiply);
     shared.pipeline.wait_full(at);
+    if (is_first_thread()) timeline::lap(Did::kWaitPiece);
     pending.add_piece(waiter.comm, all.layout,
                       reinterpret_cast<const char*>(shared.b[at.stage].data));
     ptx::fence_proxy_async_shared();  // these reads, before the copies that fill the stage next
     sync_consumer(consumer);
     if (is_first_thread()) shared.pipeline.release(at.stage);
+    if (is_first_thread()) timeline::lap(Did::kAdd);
     at.advance();
   }
 
