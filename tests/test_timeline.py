@@ -9,14 +9,21 @@ import numpy as np
 import pytest
 
 from pk_jax import _registry
-from pk_jax._bench import timeline, timeline_plot
+from pk_jax._bench import collective_matmul, fused_bench, harness, timeline, timeline_plot
+from pk_jax._bench.ops import AXIS
 from pk_jax._bench.timeline import Clock, Reading
-from pk_jax._tuning import fused_cases
+from pk_jax._tuning.fused_cases import GatherCase, ReduceCase
 
 NAMES = ["nothing", "enter", "wait for operands", "multiply", "push", "wait for flags", "send"]
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 ROOM = 12  # events of a block
 BLOCK_BYTES = timeline.HEAD.itemsize + ROOM * timeline.EVENT.itemsize
+# What is recorded on GPUs.
+SMALL = {
+    "all_gather_matmul": GatherCase("small", 2048, 1024, 512),
+    "matmul_reduce_scatter": ReduceCase("small", 2048, 1024, 512),
+    "matmul_all_reduce": ReduceCase("small", 2048, 1024, 512, all_reduce=True),
+}
 
 
 def block(number, grid, began, *events, sm=0, dropped=0):
@@ -156,6 +163,10 @@ def test_a_picture(tmp_path):
     assert (tmp_path / "new" / "t.png").read_bytes().startswith(b"\x89PNG")
     title = timeline_plot.title(found.about)
     assert "all_gather_matmul tiny 2x3x4: 16 us, 2 GPUs" in title and "DROPPED" not in title
+    parts = {"way": "sequential", "kernels": "all_gather, matmul"}
+    title = timeline_plot.title(found.about | parts)
+    assert "2x3x4 (sequential): 16 us" in title
+    assert "the last that records of all_gather, matmul" in title
     lanes = timeline_plot.lanes_of(found, 1, 8, 2)
     assert [label for label, _ in lanes] == ["mover SM 50", "SM 51"]
     assert timeline_plot.spread(np.arange(124), 8).tolist()[::7] == [0, 123]
@@ -203,15 +214,69 @@ def test_the_program_says_what_it_lacks(monkeypatch, tmp_path, capsys):
     assert "REFUSED: " in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
+def test_the_program_writes_a_trace_and_a_picture(monkeypatch, tmp_path):
+    """The chain runs on CPUs, where what it recorded has to be made up."""
+    lengths = []
+
+    def record(run, devices):
+        lengths.append(len(run()))
+        full = block(0, 1, 0, (10, 0, "multiply")).ljust(timeline.BLOCK_BYTES, b"\0")
+        return [recording(full) for _ in devices], NAMES
+
+    monkeypatch.setattr(timeline, "why_missing", lambda: None)
+    monkeypatch.setattr(timeline, "record", record)
+    monkeypatch.setattr(fused_bench, "config_of", lambda *_: {"kernels": "all_gather, matmul"})
+    monkeypatch.setattr(collective_matmul, "CASES", collective_matmul.ON_CPU)
+    main = program(monkeypatch)["main"]
+    arguments = ["--op", "all_gather_matmul", "--case", "agmm-tiny", "--out", str(tmp_path)]
+    assert main(arguments) == main([*arguments, "--way", "sequential"]) == 0
+    assert lengths == [3, 3]
+    stems = ["timeline_agmm-tiny", "timeline_agmm-tiny_sequential"]
+    written = sorted(path.name for path in tmp_path.iterdir())
+    assert written == sorted(stem + suffix for stem in stems for suffix in (".json", ".png"))
+    about = json.loads((tmp_path / f"{stems[1]}.json").read_text())["otherData"]
+    assert (about["op"], about["way"]) == ("all_gather_matmul", "sequential")
+    assert (about["shape"], about["kernels"]) == ([64, 16, 40], "all_gather, matmul")
+
+
+def test_the_program_names_the_ways(monkeypatch):
+    recorded = program(monkeypatch)["recorded"]
+    (case,) = collective_matmul.ON_CPU["matmul_reduce_scatter"]
+    with pytest.raises(SystemExit, match=r"no way 'xla'; they are default, sequential, intra_sm$"):
+        recorded("matmul_reduce_scatter", case, "xla", None)
+    with pytest.raises(SystemExit, match=r"mmrs-tiny default: nothing is recorded of jax\.lax"):
+        recorded("matmul_reduce_scatter", case, "default", None)
+
+
+@pytest.mark.parametrize("op", SMALL)
+def test_ways_of_one_kernel_record(op, monkeypatch, mesh_of, can_run, calls):
+    """Each schedule and plan is, for CUDA, one call of a kernel that the program knows."""
+    assert op in program(monkeypatch)["RECORDING"]
+    kind = collective_matmul.kind_of(op, SMALL[op])
+    bench = fused_bench.Bench(mesh_of(**{AXIS: 2}), kind, SMALL[op], 1)
+    for name, way in kind.ways(SMALL[op], 2, harness.Method(plans=True)).items():
+        if way.kind == "pk" and name not in ("default", "sequential"):
+            traced = bench.chain(way, 1).trace(bench.xs, bench.w)
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+            assert [call["op"] for call in calls(text)] == [op], name
+
+
 @pytest.mark.needs_gpus(2)
-@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
-def test_a_call_on_gpus(op, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("op", "way"),
+    [
+        ("all_gather_matmul", "intra_sm"),
+        ("all_gather_matmul", "inter_sm 128x256/8"),
+        ("matmul_reduce_scatter", "intra_sm"),
+    ],
+)
+def test_a_call_on_gpus(op, way, tmp_path, monkeypatch):
     """All tiles and all bytes are there, and nobody has a piece before it was sent."""
     if (reason := timeline.why_missing()) is not None:
         pytest.skip(reason)
-    m, p, k = 2048, 1024, 512
-    kind = fused_cases.GatherCase if op == "all_gather_matmul" else fused_cases.ReduceCase
-    found = program(monkeypatch)["recorded"](op, kind("tiny", m, p, k), "default", None)
+    m, p, k = SMALL[op].shape
+    found = program(monkeypatch)["recorded"](op, SMALL[op], way, None)
+    assert found.about["kernels"] == op
     ranks, error_us = found.about["ranks"], found.about["clock_error_ns"] / 1e3
     assert found.about["events_dropped"] == found.about["blocks_dropped"] == 0
     assert 10 < found.about["us"] < 10_000

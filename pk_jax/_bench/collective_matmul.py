@@ -98,20 +98,26 @@ def results(
     mesh: Any, op: str, cases: Sequence[Any], method: Any, stamp: dict[str, Any]
 ) -> Iterator[tuple[records.Record, list[str]]]:
     """Yields the record of each case of an op, and what was wrong."""
-    from pk_jax._bench import fused_bench, gathered, mlp, reduced
+    from pk_jax._bench import fused_bench
 
     beside: dict[str, fused_bench.Beside] = {}
     if op == "all_gather_matmul":
         beside = pallas_of(mesh, cases, method)
     for case in cases:
-        kind = {
-            "all_gather_matmul": gathered.OP,
-            "matmul_reduce_scatter": reduced.SCATTER,
-            "matmul_all_reduce": reduced.REDUCE,
-            "tensor_parallel_mlp": mlp.STEP if getattr(case, "gradients", False) else mlp.FORWARD,
-        }[op]
         more = beside.get(case.name, fused_bench.Beside())
-        yield fused_bench.run_case(mesh, kind, case, method, stamp, more)
+        yield fused_bench.run_case(mesh, kind_of(op, case), case, method, stamp, more)
+
+
+def kind_of(op: str, case: Any) -> Any:
+    """The `fused.Op` of a case of an op."""
+    from pk_jax._bench import gathered, mlp, reduced
+
+    return {
+        "all_gather_matmul": gathered.OP,
+        "matmul_reduce_scatter": reduced.SCATTER,
+        "matmul_all_reduce": reduced.REDUCE,
+        "tensor_parallel_mlp": mlp.STEP if getattr(case, "gradients", False) else mlp.FORWARD,
+    }[op]
 
 
 def pallas_of(mesh: Any, cases: Sequence[GatherCase], method: Any) -> dict[str, Any]:

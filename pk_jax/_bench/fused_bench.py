@@ -110,9 +110,9 @@ def run_case(
 
 
 class Bench:
-    """A case on a mesh of one axis, with its operands."""
+    """A case on a mesh of one axis, with its operands, and chains of `num_calls` if that is set."""
 
-    def __init__(self, mesh: Mesh, op: Op, case: Any):
+    def __init__(self, mesh: Mesh, op: Op, case: Any, num_calls: int | None = None):
         # Auto axes, whatever the caller's are: whole arrays are XLA's to cut.
         self.mesh = Mesh(mesh.devices, mesh.axis_names)
         self.op, self.case, self.ranks = op, case, mesh.size
@@ -120,7 +120,7 @@ class Bench:
         # XLA's CPU compiler drops calls that nobody reads: see timing.py.
         self.keep_all = mesh.devices.flat[0].platform == "cpu"
         wanted = 0 if self.keep_all else math.ceil(CHAIN_US / self.expected_us)
-        self.num_calls = max(FEWEST_CALLS, min(MOST_CALLS, wanted))
+        self.num_calls = num_calls or max(FEWEST_CALLS, min(MOST_CALLS, wanted))
         x_shape, w_shapes = op.draw(case, self.ranks)
         count = max(2, min(8, math.ceil(X_BYTES * self.ranks / (2 * math.prod(x_shape)))))
         self._errors = functools.cache(self._make_errors)

@@ -87,12 +87,16 @@ def title(about: dict[str, Any]) -> str:
     """Two lines: what ran and how long, and how far to trust it."""
     what = [about.get("op"), about.get("case"), _sizes(about.get("shape")), about.get("dtype")]
     first = " ".join(str(word) for word in what if word)
+    if about.get("way"):
+        first += f" ({about['way']})"
     gpu = f"{about['ranks']}x {about['gpu']}" if about.get("gpu") else f"{about['ranks']} GPUs"
     notes = [
         f"one call of a chain, recorded; clocks of the GPUs within {about['clock_error_ns']} ns",
         f"steps of {about['resolution_ns']} ns",
         (about.get("date") or "")[:10],
     ]
+    if "," in (about.get("kernels") or ""):
+        notes.append(f"the last that records of {about['kernels']}")
     if about["events_dropped"] or about["blocks_dropped"]:
         notes.append(f"DROPPED: {about['events_dropped']} events, {about['blocks_dropped']} blocks")
     return f"{first}: {about['us']:.0f} us, {gpu}\n{', '.join(note for note in notes if note)}"
