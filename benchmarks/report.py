@@ -18,12 +18,22 @@ from collections.abc import Callable, Iterable, Sequence
 import checkout
 
 from pk_jax._bench import plot, records
+from pk_jax._bench.fused import best_baseline
 from pk_jax._bench.plot import bytes_text, link_bytes, vendor_us
 from pk_jax._tuning.collective_cases import COLLECTIVES, PREFIXES, CollectiveCase
 
 PAGES = ("README.md", "docs/benchmarks.md")
 PRODUCTS = ("matmul", "ragged_dot")
 FUSED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+BLOCK = "tensor_parallel_mlp"
+# What does a whole product with a collective, in the order of the table.
+BASELINES = {
+    "xla": "XLA",
+    "xla_hiding": "XLA, hiding",
+    "xla_windowed": "XLA, windowed",
+    "ring": "ring",
+    "pallas": "Pallas",
+}
 IMAGE = "docs/images/collectives.png"
 Rows = dict[tuple[str, int, int], records.Record]
 
@@ -237,39 +247,78 @@ def products(rows: Rows) -> str:
 
 
 def fused(rows: Rows) -> str:
-    """A row for every product with a collective, against its bound and XLA's composition."""
+    """A row for every product with a collective, against its bound and every baseline."""
     found = [row for op in FUSED for row in rows.values() if row.op == op and row.median_us]
     if not found:
         return ""
-    lines = [
-        "| case | op | plan | pk, us | product alone | link alone | over the larger | XLA "
-        "| speed-up |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    baselines = [name for name in BASELINES if any(name in row.baselines for row in found)]
+    head = ["case", "op", "runs as", "pk, us", "product alone", "link alone", "over the larger"]
+    head += [*(BASELINES[name] for name in baselines), "speed-up over the fastest"]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for row in found:
-        plan = ", ".join(f"{name} {value}" for name, value in (row.config or {}).items())
-        times = (row.median_us, row.compute_us, row.link_us)
-        ratio = f"{row.ratio:.2f}" if row.ratio else ""
-        speedup = f"{row.speedup:.2f}x" if row.speedup else ""
         cells = [
             row.id,
             f"`{row.op}`",
-            plan,
-            *map(number, times),
-            ratio,
-            number(row.baselines.get("xla")),
+            runs_fused(row),
+            *map(number, (row.median_us, row.compute_us, row.link_us)),
+            f"{row.ratio:.2f}" if row.ratio else "",
+            *(number(row.baselines.get(name)) for name in baselines),
+            over_fastest(row),
         ]
-        lines.append(f"| {' | '.join((*cells, speedup))} |")
-    newest = max(found, key=lambda row: row.date or "")
-    commits = ", ".join(sorted({(row.commit or "unknown")[:7] for row in found}))
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"{newest.ranks}x {newest.gpu}, driver {newest.driver}, CUDA {newest.cuda}, jax "
-            f"{newest.jax}, commit {commits}, {(newest.date or '')[:10]}: `benchmarks/run.py --op` "
-            "and the op. Medians, random bfloat16, XLA in the same run.",
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", made_by(found, "collective_matmul")])
+
+
+def blocks(rows: Rows) -> str:
+    """A row for every block of a network, with the memory that pk's takes beyond XLA's."""
+    found = [row for row in rows.values() if row.op == BLOCK and row.median_us]
+    if not found:
+        return ""
+    lines = [
+        "| case | runs as | pk, us | arithmetic alone | link alone | over the larger | XLA "
+        "| XLA, hiding | speed-up over the fastest | memory beyond XLA's, MB |",
+        f"|{'---|' * 10}",
+    ]
+    for row in found:
+        cells = [
+            row.id,
+            runs_fused(row),
+            *map(number, (row.median_us, row.compute_us, row.link_us)),
+            f"{row.ratio:.2f}" if row.ratio else "",
+            *(number(row.baselines.get(name)) for name in ("xla", "xla_hiding")),
+            over_fastest(row),
+            f"{row.extra_bytes / 1e6:.0f}" if row.extra_bytes is not None else "",
         ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", made_by(found, BLOCK)])
+
+
+def runs_fused(row: records.Record) -> str:
+    """The kernels of a call, and the plan of one that is alone."""
+    plan = dict(row.config or {})
+    kernels = plan.pop("kernels", None)
+    plan.pop("num_blocks", None)
+    if kernels == row.op:
+        kernels = "one kernel"
+    return ", ".join([*([kernels] if kernels else []), *(f"{k} {v}" for k, v in plan.items())])
+
+
+def over_fastest(row: records.Record) -> str:
+    """The speed-up over the fastest baseline that does the whole work."""
+    best = best_baseline(row)
+    if best is None or not row.median_us:
+        return ""
+    return f"{row.baselines[best] / row.median_us:.2f}x"
+
+
+def made_by(rows: Sequence[records.Record], op: str) -> str:
+    """What products with a collective were measured on, and how."""
+    newest = max(rows, key=lambda row: row.date or "")
+    commits = ", ".join(sorted({(row.commit or "unknown")[:7] for row in rows}))
+    return (
+        f"{newest.ranks}x {newest.gpu}, driver {newest.driver}, CUDA {newest.cuda}, jax "
+        f"{newest.jax}, commit {commits}, {(newest.date or '')[:10]}: `python benchmarks/run.py "
+        f"--op {op}`. Medians, random bfloat16, all baselines in the same run."
     )
 
 
@@ -280,6 +329,7 @@ SECTIONS: dict[str, Callable[[Rows], str]] = {
     "mixed": mixed,
     "products": products,
     "fused": fused,
+    "blocks": blocks,
 }
 
 
@@ -322,7 +372,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     rows = rows_of(box, (*PREFIXES, "mixed"))
     shown = dict(rows)
-    for ops in (PRODUCTS, FUSED):
+    for ops in (PRODUCTS, (*FUSED, BLOCK)):
         shown |= rows_of(newest_box(args.results, ops), ops)
     differ = False
     for page in [args.root / name for name in PAGES]:

@@ -7,8 +7,9 @@
     python benchmarks/run.py --op mixed                        # beside a GEMM and NCCL in one jit
     python benchmarks/run.py --op matmul --cases plain         # each plan against XLA, one GPU
     python benchmarks/run.py --op ragged_dot                   # the same, by groups of rows
-    python benchmarks/run.py --op all_gather_matmul            # against XLA's, and the dot alone
-    python benchmarks/run.py --op matmul_reduce_scatter        # the same; and matmul_all_reduce
+    python benchmarks/run.py --op collective_matmul            # the four of FUSED, every baseline
+    python benchmarks/run.py --op all_gather_matmul --plans    # each tile and number of SMs, too
+    python benchmarks/run.py --op tensor_parallel_mlp          # a block of a network, its gradients
     python benchmarks/run.py --op host_cost
     python benchmarks/run.py --op first_use
 
@@ -45,8 +46,14 @@ COLLECTIVES = (
 )
 ALL_COLLECTIVES = "collectives"
 PRODUCTS = ("matmul", "ragged_dot")  # of one device, whatever the machine has
-FUSED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-SPECIAL = ("host_cost", "first_use", "mixed", *PRODUCTS, *FUSED)
+FUSED = (
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+    "tensor_parallel_mlp",
+)
+ALL_FUSED = "collective_matmul"
+SPECIAL = ("host_cost", "first_use", "mixed", *PRODUCTS, *FUSED, ALL_FUSED)
 FIRST_USE_ORDERS = ("lax", "lax+pk", "pk")
 # A sample is many calls: 20 of them hold at least 160.
 MIN_SAMPLES = 20
@@ -71,6 +78,12 @@ def parser() -> argparse.ArgumentParser:
     )
     out.add_argument(
         "--only-default", action="store_true", help="time no forced mechanisms, only pk and lax"
+    )
+    out.add_argument(
+        "--plans", action="store_true", help="of products with a collective, time each plan too"
+    )
+    out.add_argument(
+        "--without", nargs="+", default=[], metavar="WAY", help="of them, leave out e.g. pallas"
     )
     out.add_argument(
         "--budget", type=float, metavar="SECONDS", help="start no case after this time"
@@ -181,13 +194,20 @@ def results_of(args: argparse.Namespace) -> Iterator[tuple[Any, list[str]]]:
 
     mesh = jax.make_mesh((jax.device_count(),), (AXIS,))
     stamp = records.provenance(args.commit or checkout.commit())
-    method = harness.Method(sample_ms(args), args.samples, not args.only_default)
+    method = harness.Method(
+        sample_ms(args),
+        args.samples,
+        not args.only_default,
+        plans=args.plans,
+        without=tuple(args.without),
+    )
     if args.op == ["host_cost"]:
         return calls.host_cost(mesh, method, stamp)
     if args.op[0] in PRODUCTS:
         return product_results(args.op[0], args.cases, method, stamp)
-    if args.op[0] in FUSED:
-        return fused_results(args.op[0], mesh, args.cases, method, stamp)
+    if args.op[0] in (*FUSED, ALL_FUSED):
+        ops = FUSED if args.op == [ALL_FUSED] else args.op
+        return fused_results(ops, mesh, args.cases, method, stamp)
     return harness.run(mesh, select(args.op, args.cases, args.quick), method, stamp)
 
 
@@ -206,21 +226,16 @@ def product_results(
 
 
 def fused_results(
-    op: str, mesh: Any, words: Sequence[str] | None, method: Any, stamp: Any
+    ops: Sequence[str], mesh: Any, words: Sequence[str] | None, method: Any, stamp: Any
 ) -> Iterator[tuple[Any, list[str]]]:
-    """Yields the records of products fused with a collective."""
-    import gathered
-    import reduced
+    """Yields the records of products with a collective."""
+    from pk_jax._bench import collective_matmul
 
-    from pk_jax._tuning import fused_cases as cases
-
-    ops = {
-        "all_gather_matmul": (gathered, cases.ALL_GATHER_MATMULS),
-        "matmul_reduce_scatter": (reduced, cases.MATMUL_REDUCE_SCATTERS),
-        "matmul_all_reduce": (reduced, cases.MATMUL_ALL_REDUCES),
-    }
-    kind, known = ops[op]
-    return kind.run(mesh, matching(known, words), method, stamp)
+    known = [case for op in ops for case in collective_matmul.CASES[op]]
+    chosen = matching(known, words)
+    for op in ops:
+        cases = [case for case in collective_matmul.CASES[op] if case in chosen]
+        yield from collective_matmul.results(mesh, op, cases, method, stamp)
 
 
 def matching(cases: Sequence[Any], words: Sequence[str] | None) -> list[Any]:
@@ -276,7 +291,7 @@ def summary(record: Any) -> str:
     if record.ratio is not None:
         parts.append(f"{record.ratio:.3g}x bound")
     if record.speedup is not None:
-        parts.append(f"{record.speedup:.3g}x NCCL")
+        parts.append(f"speed-up {record.speedup:.3g}x")
     plan = record.config or {}
     parts.append("/".join(str(v) for v in plan.values() if v is not None))
     parts += [f"no {k}: {v}" for k, v in record.skipped.items()]

@@ -22,6 +22,14 @@ foreach(target pk_headers pk_cuda_headers)
   target_link_libraries(${target} PRIVATE pk_tile)
 endforeach()
 
+# What kernels record for timelines is not in the library: the kernels that do, by their headers, and who reads it.
+add_library(pk_timeline OBJECT cuda/runtime/timeline.cc
+            "${CMAKE_BINARY_DIR}/headers/cuda_kernels_all_gather_matmul_cuh.cu"
+            "${CMAKE_BINARY_DIR}/headers/cuda_kernels_matmul_reduce_cuh.cu")
+set_target_properties(pk_timeline PROPERTIES CUDA_PTX_COMPILATION ON)
+target_compile_definitions(pk_timeline PRIVATE PK_JAX_TIMELINE)
+target_link_libraries(pk_timeline PRIVATE pk_tile)
+
 # The example of docs/write_a_kernel.md, from nothing but the headers as they are installed.
 add_custom_target(pk_example ALL VERBATIM
   COMMAND "${CMAKE_COMMAND}" --install "${CMAKE_BINARY_DIR}" --component headers --prefix "${CMAKE_BINARY_DIR}/stage"

@@ -25,6 +25,7 @@
 #include "ffi/matmul.h"
 #include "ffi/noop.h"
 #include "ffi/ragged_dot.h"
+#include "ffi/timeline_python.h"
 #include "ffi/virtual_ranks_python.h"
 #include "kernels/matmul_reduce.h"
 #include "mechanism/copy_engine.h"
@@ -36,6 +37,7 @@
 #include "schedule/scatter_walk.h"
 #include "tile/comm_view.h"
 #include "tile/row_tiles.h"
+#include "tile/timeline.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace nb = nanobind;
@@ -112,6 +114,7 @@ nb::dict build_info() {
   info["version"] = PK_JAX_VERSION;
   info["arch"] = PK_JAX_ARCH;
   info["cuda_runtime"] = version(CUDART_VERSION);
+  info["timeline"] = pk::timeline::kRecorded;
   info["ffi_api"] = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   nb::dict limits;  // what pk_jax/ repeats, for a test to compare
   limits["ranks"] = pk::kMaxRanks;
@@ -290,6 +293,7 @@ NB_MODULE(_ffi, m) {
         "Text of the device error record, None if no kernel has given up.");
   m.def("communicators", &communicators, "The communicators that are alive.");
   pk::bind_virtual_ranks(m);
+  pk::bind_timeline(m);
   m.def("exchange_descriptors", &exchange_descriptors, nb::arg("all_gather"), nb::arg("rank"),
         nb::arg("num_ranks"), nb::arg("fd"),
         "Hands fd to every other process and returns theirs (-1 for this process), for tests.");

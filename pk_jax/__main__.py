@@ -8,14 +8,14 @@ import sys
 from collections.abc import Sequence
 
 from pk_jax import __version__
-from pk_jax._bench import collectives
+from pk_jax._bench import collective_matmul, collectives
 from pk_jax._doctor import render, report_in_child
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a sub-command and returns its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv[:1] == ["bench"] and argv[1:2] != ["collectives"]:
+    if argv[:1] == ["bench"] and argv[1:2] not in (["collectives"], ["collective-matmul"]):
         return _bench(argv[1:])  # its options, --help among them, are those of benchmarks/run.py
     parser = argparse.ArgumentParser(prog="pk-jax", description="Multi-GPU kernels for JAX.")
     parser.add_argument("--version", action="version", version=f"pk_jax {__version__}")
@@ -33,14 +33,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     bench = commands.add_parser(
         "bench",
-        help="check, then time: `bench collectives`; else benchmarks/run.py of a source checkout",
+        help="check, then time: `bench collectives`, `bench collective-matmul`; else "
+        "benchmarks/run.py of a source checkout",
     )
     suites = bench.add_subparsers(dest="suite", required=True)
     collectives.add_arguments(
         suites.add_parser("collectives", help="sizes and layouts against jax.lax")
     )
+    collective_matmul.add_arguments(
+        suites.add_parser("collective-matmul", help="products with a collective against XLA's")
+    )
     args = parser.parse_args(argv)
-    return collectives.main(args) if args.command == "bench" else _doctor(args)
+    if args.command == "doctor":
+        return _doctor(args)
+    return {"collectives": collectives, "collective-matmul": collective_matmul}[args.suite].main(
+        args
+    )
 
 
 def _seconds(text: str) -> float:
@@ -64,8 +72,8 @@ def _bench(argv: list[str]) -> int:
         if script.is_file():
             return subprocess.run([sys.executable, str(script), *argv], check=False).returncode
     print(
-        "pk-jax bench: other options than `pk-jax bench collectives` need a source checkout, which "
-        "has benchmarks/run.py",
+        "pk-jax bench: other options than `pk-jax bench collectives` and `pk-jax bench "
+        "collective-matmul` need a source checkout, which has benchmarks/run.py",
         file=sys.stderr,
     )
     return 2

@@ -22,6 +22,7 @@ SCENARIO, PORT, RANK, SIZE = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys
 jax.distributed.initialize(f"127.0.0.1:{PORT}", SIZE, RANK, local_device_ids=[RANK])
 
 import op_chains  # noqa: E402
+import product_programs as programs  # noqa: E402
 import rank_models as models  # noqa: E402
 
 import pk_jax as pk  # noqa: E402
@@ -124,6 +125,18 @@ def collectives():
     print("communicators:", _ffi.communicators())
 
 
+def products():
+    """Products with a collective in one kernel, alone, in scans, and beside XLA's collectives."""
+    devices = np.array(jax.devices())
+    runs = [(name, None) for name in programs.PROGRAMS]
+    runs += [(name, programs.NO_GRAPH) for name in programs.WITHOUT_GRAPHS]
+    for shape in ((SIZE, 1), (1, SIZE)):
+        for name, options in runs:
+            mesh = Mesh(devices.reshape(shape), programs.AXES)
+            programs.check(mesh, name, (136, 72, 40), options)
+            print("checked:", shape, name, options, flush=True)
+
+
 def open_descriptors():
     """What this process holds open that a leak of the exchange would add to."""
     links = []
@@ -192,6 +205,6 @@ def late():
 
 
 if __name__ == "__main__":
-    scenarios = (values, collectives, leaks, killed, late)
+    scenarios = (values, collectives, products, leaks, killed, late)
     {scenario.__name__: scenario for scenario in scenarios}[SCENARIO]()
     print("done", flush=True)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from pk_jax._primitives.all_gather_matmul_call import call, why_not
 from pk_jax._tuning import all_gather_matmul_model as model
+from pk_jax._tuning import matmul_model
 from pk_jax._tuning.hardware import H200
 
 # (rows of all ranks, columns, k) of two ranks, and the SMs that a plan may take from the product
@@ -58,6 +59,41 @@ def test_seconds_are_no_less_than_what_they_are_made_of():
             flops = 2 * n * m * p * k / (5.3e12 * H200.num_sms)
             assert plan.seconds > max(sent, flops)
             assert 0 <= plan.num_comm_blocks < plan.num_blocks <= H200.num_sms
+
+
+def by_simulation(m, p, k, num_ranks, outer, tile, num_comm):
+    """When the last block ends, each making its tiles one by one."""
+    workers, num_n, own = 132 - num_comm, -(-p // tile.cols), outer * -(-m // tile.rows)
+    rest = (num_ranks - 1) * own if outer > 1 else -(-(num_ranks - 1) * m // tile.rows)
+    sent_s = (num_ranks - 1) * outer * m * 2 * k / model.push_bandwidth(H200, num_comm, 132)
+    there = [0.0] * own
+    there += [model.ENTRY_S + model.PIECE_S + i * sent_s / rest for i in range(1, rest + 1)]
+    band = model._band(tile, own, num_n, workers)
+    tiles = [
+        there[row]
+        for first in range(0, own + rest, band)
+        for _ in range(num_n)
+        for row in range(first, min(first + band, own + rest))
+    ]
+    free = [0.0] * workers
+    for i, at in enumerate(tiles):
+        free[i % workers] = max(free[i % workers], at) + matmul_model.tile_seconds(tile, k)
+    return max(free)
+
+
+def test_tiles_end_when_a_simulation_says():
+    rng, decided = np.random.default_rng(0), 0
+    for _ in range(60):
+        m, p, k = (int(size) for size in rng.integers(1, 5000, 3))
+        num_ranks, outer = int(rng.integers(2, 9)), int(rng.integers(1, 4))
+        tile = model.TILES[rng.integers(2)]
+        num_comm = int(rng.choice(model.COMM_BLOCKS[1:]))
+        work = model._Work(m, p, k, num_ranks, outer, False)
+        seconds = model._seconds(H200, work, tile, 132, num_comm)
+        simulated = by_simulation(m, p, k, num_ranks, outer, tile, num_comm)
+        assert seconds >= simulated * (1 - 1e-9)
+        decided += seconds <= simulated * (1 + 1e-9)
+    assert decided > 40  # else memory decides
 
 
 def test_more_ranks_more_rows_more_time():

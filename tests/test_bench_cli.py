@@ -87,6 +87,11 @@ def test_bad_samples_are_an_argument_error(value, capsys):
     assert exit_.value.code == 2 and "--samples" in capsys.readouterr().err
 
 
+def test_products_are_a_suite_of_their_own(capsys):
+    assert command_line.main(["bench", "collective-matmul", "--cases", "agmm-9"]) == 2
+    assert "no case ['agmm-9']; they are agmm-70b-qkv, " in capsys.readouterr().err
+
+
 def test_sizes():
     every = collectives.select(["psum", "all_gather"], "full", on_cpu=False)
     assert {c.name for c in every} == {

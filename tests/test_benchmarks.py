@@ -17,7 +17,7 @@ import mixed
 import report
 import run
 
-from pk_jax._bench import harness, records, timing, variants
+from pk_jax._bench import collective_matmul, harness, records, reduced, timing, variants
 from pk_jax._bench.ops import AXIS, OPS
 from pk_jax._tuning import collective_cases
 
@@ -70,6 +70,24 @@ def test_select():
     assert quick[0].tags >= {"target"} and all(c.tags & {"quick", "target"} for c in quick)
     with pytest.raises(SystemExit, match="no case matches"):
         run.select(["all_gather"], ["ag-7K"], False)
+
+
+def test_run_of_products_with_a_collective(monkeypatch, tmp_path):
+    every = reduced.REDUCE.ways
+    few = reduced.REDUCE._replace(
+        ways=lambda *args: {name: every(*args)[name] for name in ("xla", "ring", "default")}
+    )
+    monkeypatch.setattr(reduced, "REDUCE", few)
+    tiny = collective_matmul.ON_CPU["matmul_all_reduce"]
+    cases = dict.fromkeys(collective_matmul.CASES, ()) | {"matmul_all_reduce": tiny}
+    monkeypatch.setattr(collective_matmul, "CASES", cases)
+    command = ["--samples", "1", "--sample-ms", "0", "--out", str(tmp_path)]
+    assert run.main(["--op", "collective_matmul", "--without", "ring", *command]) == 0
+    (path,) = tmp_path.glob("*/matmul_all_reduce.jsonl")
+    (record,) = records.load(path)
+    assert record.id == "mmar-tiny" and record.median_us > 0 and set(record.baselines) == {"xla"}
+    with pytest.raises(SystemExit, match="no case matches"):
+        run.main(["--op", "matmul_all_reduce", "--cases", "mmar-m2", *command])
 
 
 def test_special_ops_run_alone(capsys):
@@ -288,13 +306,27 @@ def test_report_of_products():
 def test_report_of_products_with_a_collective():
     row = records.Record(
         id="agmm-x", op="all_gather_matmul", ranks=2, processes=1, median_us=12.0, compute_us=10.0,
-        link_us=5.0, ratio=1.2, baselines={"xla": 18.0, "xla_dot": 10.0}, speedup=1.5,
-        config={"num_comm_sms": 4}, commit="0123456789", date="2026-01-02",
+        link_us=5.0, ratio=1.2, baselines={"xla": 18.0, "xla_dot": 10.0, "pallas": 15.0},
+        config={"kernels": "all_gather_matmul", "num_comm_sms": 4, "num_blocks": 132},
+        commit="0123456789", date="2026-01-02",
     )  # fmt: skip
     text = report.fused({row.key: row})
-    cells = "agmm-x | `all_gather_matmul` | num_comm_sms 4 | 12 | 10 | 5 | 1.20 | 18 | 1.50x"
-    assert f"| {cells} |" in text and "commit 0123456," in text
+    cells = "agmm-x | `all_gather_matmul` | one kernel, num_comm_sms 4 | 12 | 10 | 5 | 1.20 | 18"
+    assert f"| {cells} | 15 | 1.25x |" in text and "commit 0123456," in text
+    assert "| over the larger | XLA | Pallas | speed-up over the fastest |" in text
     assert report.fused({}) == ""
+
+
+def test_report_of_blocks():
+    row = records.Record(
+        id="mlp-x", op="tensor_parallel_mlp", ranks=2, processes=1, median_us=12.0, compute_us=10.0,
+        link_us=5.0, ratio=1.2, baselines={"xla": 18.0, "xla_hiding": 15.0, "xla_local": 10.0},
+        config={"kernels": "2 all_gather_matmul, 7 matmul"}, extra_bytes=3 << 20, date="2026-01-02",
+    )  # fmt: skip
+    text = report.blocks({row.key: row})
+    kernels = "2 all_gather_matmul, 7 matmul"
+    assert f"| mlp-x | {kernels} | 12 | 10 | 5 | 1.20 | 18 | 15 | 1.25x | 3 |" in text
+    assert report.blocks({}) == ""
 
 
 def test_report_without_records(tmp_path, capsys):

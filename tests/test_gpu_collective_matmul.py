@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from product_models import check_equal, values
+from product_programs import AXES, NO_GRAPH, PROGRAMS, WITHOUT_GRAPHS, check
 from product_twins import COLUMNS, ROWS, P, mapped, rounded_sum
 
 import pk_jax as pk
@@ -113,3 +114,21 @@ def test_values_and_gradients(platform):
         for one, two, right in zip(*map(jax.tree.leaves, (got, again, expected)), strict=True):
             check_equal(one, right, err_msg=f"{name} {dtype} {to}")
             check_equal(two, right, err_msg=f"{name} {dtype} {to}, again")
+
+
+@pytest.mark.parametrize("name", ("gradients", "two_axes"))
+def test_programs_on_cpu(name):
+    check(Mesh(np.array(jax.devices("cpu")[:4]).reshape(2, 2), AXES), name, (3, 6, 5))
+
+
+@pytest.mark.needs_gpus(2)
+@pytest.mark.parametrize(
+    "name, options",
+    [(name, None) for name in PROGRAMS] + [(name, NO_GRAPH) for name in WITHOUT_GRAPHS],
+)
+def test_programs(name, options):
+    """All GPUs along each of two axes, and along both where there are four."""
+    devices = np.array(jax.devices("cuda"))
+    count = min(8, len(devices) // 2 * 2)
+    for shape in {(count, 1), (1, count), (count // 2, 2)}:
+        check(Mesh(devices[:count].reshape(shape), AXES), name, (136, 72, 40), options)

@@ -1,4 +1,4 @@
-"""The collectives with one process a GPU, under jax.distributed on the loopback address."""
+"""The ops with one process a GPU, under jax.distributed on the loopback address."""
 
 import os
 import socket
@@ -49,7 +49,7 @@ def finish(job, seconds=240):
                 process.kill()
 
 
-@pytest.mark.parametrize("scenario", ("values", "collectives", "leaks", "late"))
+@pytest.mark.parametrize("scenario", ("values", "collectives", "products", "leaks", "late"))
 def test_scenario(scenario):
     job = start(scenario, len(jax.devices("cuda")))
     outputs = finish(job)

@@ -45,9 +45,11 @@ struct GatheredRows {
   __device__ __forceinline__ RowsOfA wait(const CUtensorMap& gathered, const GatherWalk::Part& part,
                                           int row) {
     ++wanted;
+    if (threadIdx.x % 32 == 0) timeline::lap(Did::kLoad);
     // Acquire of the rows; pairs with the watcher's release. It has the limit, so this has none.
     while (ptx::ld_acquire_cta(arrived) < wanted) {
     }
+    if (threadIdx.x % 32 == 0) timeline::lap(Did::kWaitRows, wanted);
     if (part.own) return {&args.own, args.product.walk.row_of_part(row)};
     return {&gathered, row};
   }
@@ -75,6 +77,7 @@ struct GatherMatmul : Matmul<Shape, kType, Major::kK, kMajorB, GatherWalk, Gathe
             flags.wait(source, i);
         });
         __syncwarp();
+        if (lane == 0) timeline::lap(Did::kWaitFlags, count + 1);
       }
       ++count;
       // Passes on what the lanes have acquired; pairs with the acquire in GatheredRows.

@@ -21,8 +21,11 @@
 #include "tile/pipeline.cuh"
 #include "tile/register_tile.cuh"
 #include "tile/shared_tile.cuh"
+#include "tile/timeline.cuh"
 
 namespace pk::matmul {
+
+using timeline::Did;
 
 // A walk says which block makes which tiles: MatmulWalk or GroupedWalk.
 template <typename Walk>
@@ -122,11 +125,13 @@ struct Matmul {
         pending.store_due(step, buffers, args.c, end_row);
       };
       if (tile_row >= part.end_row()) {  // the other consumer's rows are all there are
-        skip(shared.pipeline, consumer, part.num_steps, at, meanwhile);
+        skip(shared.pipeline, part.num_steps, at, meanwhile);
         continue;
       }
       Tile tile;
       multiply(shared, tile, row, col, part.num_steps, at, meanwhile);
+      if (is_first_thread())
+        timeline::lap(Did::kMultiply, timeline::tile(tile_row / Shape::kM, part.n));
       pending.store_rest(buffers, args.c, end_row);
       end_row = part.end_row();
       if (!args.walk.is_whole(part)) {
@@ -144,6 +149,7 @@ struct Matmul {
         continue;
       }
       pending.take(tile, tile_row, tile_col);
+      if (is_first_thread()) timeline::lap(Did::kEpilogue);
     }
     pending.store_rest(buffers, args.c, end_row);
     if constexpr (requires { parts.rows_in_groups(); }) {
@@ -168,15 +174,13 @@ struct Matmul {
     at.advance();
   }
 
-  // Gives back the stages of `steps` steps unread. Here no wgmma holds the warps together, so a
-  // barrier does: one that fell a round behind would wait for a phase that is past.
+  // Gives back the stages of `steps` steps unread.
   template <typename Meanwhile>
-  __device__ __forceinline__ void skip(Pipeline<Shape::kStages>& pipeline, int consumer, int steps,
-                                       At& at, Meanwhile meanwhile) {
+  __device__ __forceinline__ void skip(Pipeline<Shape::kStages>& pipeline, int steps, At& at,
+                                       Meanwhile meanwhile) {
     for (int step = 0; step < steps; ++step, at.advance()) {
       pipeline.wait_full(at);
-      sync_consumer(consumer);
-      if (is_first_thread()) pipeline.release(at.stage);
+      if (ptx::elect_one()) pipeline.release(at.stage);
       meanwhile(step);
     }
   }
@@ -193,6 +197,7 @@ struct Matmul {
     if constexpr (kSumOfSteps) tile = Tile{};
     for (int step = 0; step < steps; ++step) {
       shared.pipeline.wait_full(at);
+      if (step == 0 && is_first_thread()) timeline::lap(Did::kWaitOperands);
       ptx::wgmma_fence();
 #pragma unroll
       for (int i = 0; i < kBlockK / kWgmmaK; ++i) {
@@ -209,20 +214,20 @@ struct Matmul {
         // The tensor cores go on with the other consumer's step.
         ptx::wgmma_wait_group<0>();
         ptx::written(own.value);
-        if (is_first_thread()) shared.pipeline.release(stage);
+        if (ptx::elect_one()) shared.pipeline.release(stage);
         tile.add(own);
         continue;
       }
       if (step > 0) {
         ptx::wgmma_wait_group<1>();
-        if (is_first_thread()) shared.pipeline.release(previous);
+        if (ptx::elect_one()) shared.pipeline.release(previous);
       }
       previous = stage;
     }
     if constexpr (kSumOfSteps) return;
     ptx::wgmma_wait_group<0>();
     ptx::written(tile.value);
-    if (is_first_thread()) shared.pipeline.release(previous);
+    if (ptx::elect_one()) shared.pipeline.release(previous);
   }
 
   __device__ __forceinline__ void store(Strip& strip, ResultPanel& panel, int row, int col) const {
@@ -241,7 +246,8 @@ __device__ __forceinline__ typename Op::Memory& set_up(char* memory, const Args<
   // The launch adds what this rounding takes.
   const auto address = reinterpret_cast<uintptr_t>(memory) + kSwizzleBytes - 1;
   auto& shared = *reinterpret_cast<typename Op::Memory*>(address & ~uintptr_t{kSwizzleBytes - 1});
-  if (threadIdx.x == 0) shared.pipeline.init(Op::Crew::kConsumers);
+  if (threadIdx.x == 0) shared.pipeline.init(4 * Op::Crew::kConsumers);
+  if (threadIdx.x == 0) timeline::start();
   if (threadIdx.x == 32) {
     ptx::prefetch_tensor_map(&args.a);
     ptx::prefetch_tensor_map(&args.b);

@@ -102,6 +102,7 @@ struct ReduceMatmul
                     before + own + 1);
       }
       __syncwarp();  // for memory: what the lanes have acquired
+      if (lane == 0) timeline::lap(Did::kWaitFlags, own);
       if (lane >= PartialLayout::kWarps) continue;
       ptx::fence_proxy_async();  // bulk copies read it
       const int tile = walk.first_tile(comm.rank, memory.number) + own * walk.tiles.num_blocks;
@@ -124,12 +125,12 @@ struct ReduceMatmul
       Tile tile;
       if (owner >= 0) {
         this->multiply(shared, tile, consumer * 64, 0, num_steps, at, [&](int step) {
-          if (all.layout.adds(pending.to_add(), num_steps - 1 - step))
-            pending.add_chunk(waiter.comm, outlet(consumer));
+          if (all.layout.adds(pending.to_add(), num_steps - 1 - step)) add_chunk(pending, consumer);
           if (pending.to_send() > 0 && all.layout.sends(step)) pending.send_panel(outlet(consumer));
         });
+        if (is_first_thread()) timeline::lap(Did::kMultiply, count, owner);
       }
-      while (pending.to_add() > 0) pending.add_chunk(waiter.comm, outlet(consumer));
+      while (pending.to_add() > 0) add_chunk(pending, consumer);
       while (pending.to_send() > 0) pending.send_panel(outlet(consumer));
       if (owner < 0) return;
       pending.take(tile, owner == waiter.comm.rank);
@@ -145,6 +146,7 @@ struct ReduceMatmul
     const Published mine[] = {all.scratch, all.y};
     enter<OneWarp>(waiter, mine, memory.guests, expects);
     check_grids<OneWarp>(waiter, memory.guests, expects);
+    if (lane == 0) timeline::lap(Did::kEnter);
     ptx::fence_proxy_async();  // the invitations, before stores of the other proxy
     Channel& channel = channel_of(waiter);
     for (uint32_t count = 0;; ++count) {
@@ -152,6 +154,7 @@ struct ReduceMatmul
       if (tile.owner < 0) break;
 #pragma unroll 1
       for (int panel = 0; panel < Pending::kPanels; ++panel) store_panel(tile, panel);
+      if (tile.owner == rank && lane == 0) timeline::lap(Did::kStore);
       if (tile.owner == rank) continue;
       ptx::cp_async_bulk_wait_group<0>();
       ptx::fence_proxy_async();
@@ -160,6 +163,7 @@ struct ReduceMatmul
         SignalPage& page = signal_page(waiter.comm, tile.owner);
         // Release of the tile, which has arrived; pairs with the acquire in communicate() there.
         ptx::red_add_release_sys(&page.channels[waiter.channel].staged[rank][memory.number], 1);
+        timeline::lap(Did::kSend, timeline::kNoId, tile.owner, PartialLayout::kTileBytes);
       }
     }
     // The fetcher has read it: it was before the last own tile.
@@ -175,6 +179,12 @@ struct ReduceMatmul
  private:
   __device__ __forceinline__ Outlet outlet(int consumer) const {
     return {this->shared.c[consumer][threadIdx.x % 128 / 32], memory.exchange[threadIdx.x / 32]};
+  }
+
+  __device__ __forceinline__ void add_chunk(Pending& pending, int consumer) const {
+    if (is_first_thread()) timeline::lap(Did::kMultiply);
+    pending.add_chunk(waiter.comm, outlet(consumer));
+    if (is_first_thread()) timeline::lap(Did::kAdd);
   }
 
   // A chunk of a peer's tile, for the warp of this lane.

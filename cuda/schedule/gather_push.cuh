@@ -24,6 +24,7 @@
 #include "schedule/gather_walk.h"
 #include "schedule/rendezvous.cuh"
 #include "schedule/tile_flags.cuh"
+#include "tile/timeline.cuh"
 
 namespace pk {
 
@@ -80,6 +81,7 @@ __device__ __forceinline__ void push_by_block(const Waiter& waiter, const Gather
   } else if (warp == 1) {
     // A warp of its own, for fence and release wait for all that has been written: 3 us or so.
     const TileFlags flags{waiter, epoch};
+    if (lane == 0) timeline::lap(timeline::Did::kEnter);
     for (int told = 0; told < count;) {
       int due = 0;
       while (lane == 0 && due <= told) due = ptx::ld_acquire_cta(&shared.pushed) >> moves;
@@ -89,6 +91,7 @@ __device__ __forceinline__ void push_by_block(const Waiter& waiter, const Gather
       for (int i = told + lane; i < due; i += 32) {
         const auto [to, piece] = sent(i);
         flags.announce(to, piece);
+        timeline::lap(timeline::Did::kPush, piece, to, pieces.bytes(piece));
       }
       told = due;
     }
@@ -118,6 +121,7 @@ __device__ __forceinline__ void push_by_warp(const Waiter& waiter, const GatherP
     if (to != invited_by) {
       target = address_of(waiter, to, wait_invitation(waiter, to, 0, epoch));
       invited_by = to;
+      if (lane == 0) timeline::lap(timeline::Did::kEnter, timeline::kNoId, to);
     }
     const auto [o, first] = pieces.place(pieces.sent(i).piece);
     const int64_t left = pieces.inner - first;
@@ -127,6 +131,8 @@ __device__ __forceinline__ void push_by_warp(const Waiter& waiter, const GatherP
                     static_cast<uint32_t>(min(left, int64_t{1} << pieces.shift) / 16), 0, 1);
     __syncwarp();  // gathers the lanes' stores for the release
     if (lane == 0) flags.announce(invited_by, pieces.sent(i).piece);
+    if (lane == 0)
+      timeline::lap(timeline::Did::kPush, i, invited_by, pieces.bytes(pieces.sent(i).piece));
   }
 }
 
@@ -140,6 +146,7 @@ __device__ __forceinline__ void copy_own(const GatherPush& push, uint32_t warp,
                     reinterpret_cast<const uint4*>(push.source + o * pieces.inner),
                     static_cast<uint32_t>(pieces.inner / 16), warp, num_warps);
   }
+  if (threadIdx.x % 32 == 0) timeline::lap(timeline::Did::kCopyOwn);
 }
 
 }  // namespace pk

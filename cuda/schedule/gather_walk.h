@@ -149,6 +149,11 @@ struct GatherPieces {
     return {o, int64_t{piece - o * per_matrix} << shift};
   }
 
+  PK_HOST_DEVICE uint32_t bytes(int piece) const {
+    const int64_t left = inner - place(piece).first, most = int64_t{1} << shift;
+    return static_cast<uint32_t>(left < most ? left : most);
+  }
+
   // The piece that has a byte of matrix `o`.
   PK_HOST_DEVICE int at(int o, int64_t byte) const {
     return o * per_matrix + static_cast<int>(byte >> shift);

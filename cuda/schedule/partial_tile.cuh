@@ -14,6 +14,7 @@
 #include "tile/comm_view.h"
 #include "tile/pipeline.cuh"
 #include "tile/register_tile.cuh"
+#include "tile/timeline.cuh"
 
 namespace pk {
 
@@ -70,9 +71,9 @@ struct Outlet {
   __device__ __forceinline__ float4 take(uint32_t count) const {
     const auto at = Exchange::Taken::after(count);
     exchange.inbox.wait_full(at);
+    if (is_first_thread()) timeline::lap(timeline::Did::kWaitPiece);
     const float4 part = ptx::ld_shared(reinterpret_cast<const float4*>(Exchange::in(buffers, at)) +
                                        threadIdx.x % 32);
-    ptx::fence_proxy_async_shared();  // these reads, before the copy that fills the place next
     __syncwarp();
     if (ptx::elect_one()) exchange.inbox.release(at.stage);
     return part;

@@ -195,6 +195,13 @@ __device__ __forceinline__ uint64_t globaltimer_ns() {
   return now;
 }
 
+// Of the multiprocessor on which the thread runs.
+__device__ __forceinline__ uint32_t sm_id() {
+  uint32_t id;
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(id));
+  return id;
+}
+
 __device__ __forceinline__ void nanosleep(uint32_t ns) {
   asm volatile("nanosleep.u32 %0;" ::"r"(ns));
 }

@@ -1,21 +1,18 @@
 """`pk-jax bench collectives`: sizes and layouts against jax.lax, as a table, JSON and a PNG."""
 
 import argparse
-import math
-import os
 import pathlib
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from pk_jax._bench import records
+from pk_jax._bench import command, records
 from pk_jax._tuning.collective_cases import COLLECTIVES, PREFIXES, CollectiveCase
 from pk_jax._tuning.hardware import KIB
 
 # What a CPU can do in seconds. There both sides are jax.lax: it shows that the sweep runs.
 CPU_BYTES = (KIB, 16 * KIB)
-NO_MULTICAST = "NCCL_NVLS_ENABLE"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,16 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="quick",
         help="quick: four sizes and one other layout; full: 1 KiB to 1 GiB a rank and all layouts",
     )
-    parser.add_argument("--samples", type=_positive, default=20, help="timed samples (default 20)")
-    parser.add_argument("--json", type=pathlib.Path, metavar="PATH", help="write the records")
+    command.add_arguments(parser)
     parser.add_argument("--png", type=pathlib.Path, metavar="PATH", help="draw GB/s over size")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
 
 
 def main(args: argparse.Namespace) -> int:
@@ -46,25 +35,8 @@ def main(args: argparse.Namespace) -> int:
     if args.png is not None and (reason := _no_matplotlib()):
         print(f"pk-jax bench: --png {reason}", file=sys.stderr)
         return 2
-    # pk_jax does not use NVLink multicast, so NCCL is compared without it. NCCL has not loaded yet.
-    if os.environ.setdefault(NO_MULTICAST, "0") != "0":
-        print(
-            f"pk-jax bench compares without NVLink multicast: unset {NO_MULTICAST}", file=sys.stderr
-        )
-        return 2
-    import jax
-
-    devices = jax.devices()
-    if len(devices) < 2:
-        hint = "; JAX_NUM_CPU_DEVICES=8 makes a CPU count as eight" if _on_cpu(devices) else ""
-        print(
-            f"pk-jax bench: collectives need two devices or more, found {len(devices)} "
-            f"({devices[0].device_kind}){hint}",
-            file=sys.stderr,
-        )
-        return 2
-    mesh = jax.make_mesh((len(devices),), ("x",))
-    return sweep(mesh, args)
+    mesh = command.find_mesh("collectives")
+    return 2 if mesh is None else sweep(mesh, args)
 
 
 def sweep(mesh: Any, args: argparse.Namespace) -> int:
@@ -74,7 +46,7 @@ def sweep(mesh: Any, args: argparse.Namespace) -> int:
     from pk_jax._bench import harness
 
     devices = list(mesh.devices.flat)
-    on_cpu = _on_cpu(devices)
+    on_cpu = command.on_cpu(devices)
     stamp = records.provenance(None)
     print(f"{len(devices)}x {stamp['gpu']}, jax {stamp['jax']}, bf16, sizes are a rank's operand")
     if on_cpu:
@@ -119,26 +91,15 @@ def line(record: records.Record) -> str:
     vendor = min((v for k, v in record.baselines.items()), default=None)
     if record.median_us is None:
         reason = record.skipped.get("default", "")
-        return f"{record.id:24}{'':>10}{'':>8}{_number(vendor):>10}{'':>8}  not measured: {reason}"
+        theirs = command.number(vendor)
+        return f"{record.id:24}{'':>10}{'':>8}{theirs:>10}{'':>8}  not measured: {reason}"
     plan = record.config or {}
     runs_as = [plan.get(k) for k in ("mechanism", "protocol", "algorithm") if plan.get(k)]
     return (
-        f"{record.id:24}{_number(record.median_us):>10}{_number(record.gbps):>8}"
-        f"{_number(vendor):>10}{f'{record.speedup:.2f}' if record.speedup else '':>8}  "
+        f"{record.id:24}{command.number(record.median_us):>10}{command.number(record.gbps):>8}"
+        f"{command.number(vendor):>10}{f'{record.speedup:.2f}' if record.speedup else '':>8}  "
         f"{'/'.join(map(str, runs_as)) or plan.get('implementation', '')}"
     )
-
-
-def _number(value: float | None) -> str:
-    """Four significant digits, without exponents."""
-    if value is None:
-        return ""
-    digits = max(0, 3 - math.floor(math.log10(value))) if value > 0 else 0
-    return f"{value:.{min(digits, 3)}f}"
-
-
-def _on_cpu(devices: Sequence[Any]) -> bool:
-    return devices[0].platform == "cpu"
 
 
 def _no_matplotlib() -> str | None:

@@ -28,12 +28,16 @@ class Method(NamedTuple):
         samples: samples of a variant.
         forced: time each mechanism forced, too, and chains with an elementwise kernel between.
         budget_s: about how long the samples of a variant may take; a slow one gets fewer.
+        plans: of products with a collective, time each tile and number of SMs forced, too.
+        without: names of ways to do such a product that are left out.
     """
 
     sample_ms: float = 20.0
     samples: int = 50
     forced: bool = True
     budget_s: float = 3.0
+    plans: bool = False
+    without: tuple[str, ...] = ()
 
 
 class CheckError(RuntimeError):

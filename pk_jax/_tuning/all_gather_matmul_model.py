@@ -167,35 +167,31 @@ def _seconds(
     num_n, workers = _ceil(work.p, tile.cols), num_sms - num_comm
     sent_s = others * part / push_bandwidth(hardware, num_comm, num_sms)
 
-    # Rows of tiles in the order in which they are made, and when their last row is there. Of the
-    # ranks the middle one stands for all.
+    # When the last row of each row of tiles is there. Of the ranks the middle one stands for all.
     own = work.outer * _ceil(work.m, tile.rows)
     rest = others * own if work.outer > 1 else _ceil(others * work.m, tile.rows)
     arrival = np.zeros(own + rest)
     arrival[own:] = ENTRY_S + PIECE_S + np.arange(1, rest + 1) / max(rest, 1) * sent_s
-    order = _row_of_tiles(len(arrival), num_n, _band(tile, own, num_n, workers))
 
-    # Each block makes every workers-th tile, as soon as it can.
-    free = np.zeros(workers)
-    for first in range(0, len(order), workers):
-        wanted = arrival[order[first : first + workers]]
-        free[: len(wanted)] = np.maximum(free[: len(wanted)], wanted) + tile_s
+    # A block makes every workers-th tile in the order of cuda/schedule/matmul_walk.h. The wait that
+    # ends last is for some row of tiles; from there on its block works without another. Of a row
+    # the first tile counts, which has the most tiles behind it.
+    rows_of_tiles = np.arange(len(arrival))
+    band = _band(tile, own, num_n, workers)
+    first_tile = rows_of_tiles // band * band * num_n + rows_of_tiles % band
+    num_left = (len(arrival) * num_n - 1 - first_tile) // workers + 1
+    tiles_s = float(np.max(arrival + num_left * tile_s, initial=0.0))
+
     num_bytes = 2 * (work.num_ranks * rows * (work.k + work.p) + work.k * work.p)
     copied_s = work.own_rows * part / (COPY_BANDWIDTH * workers)
     copied_s += sent_s if num_comm == 0 else 0
-    return max(float(free.max()), copied_s, num_bytes / matmul_model.HBM_BANDWIDTH)
+    return max(tiles_s, copied_s, num_bytes / matmul_model.HBM_BANDWIDTH)
 
 
 def _band(tile: matmul_model.Tile, own: int, num_n: int, workers: int) -> int:
     """Rows of tiles in a band: as many in each, if they can, of those of the own rows."""
     most = max(BAND_ROWS // tile.rows, workers // num_n)
     return _ceil(own, _ceil(own, most))
-
-
-def _row_of_tiles(num_m: int, num_n: int, band: int) -> np.ndarray:
-    """The row of each tile, in the order of cuda/schedule/matmul_walk.h."""
-    bands = [np.arange(first, min(first + band, num_m)) for first in range(0, num_m, band)]
-    return np.concatenate([np.tile(rows, num_n) for rows in bands])
 
 
 def _interpolate(curve: Curve, x: float) -> float:

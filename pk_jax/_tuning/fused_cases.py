@@ -21,6 +21,11 @@ class GatherCase:
     k: int
     tags: frozenset[str] = frozenset({"target"})
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(m, p, k)."""
+        return self.m, self.p, self.k
+
 
 ALL_GATHER_MATMULS = (
     GatherCase("agmm-70b-qkv", 8192, 1280, 8192),
@@ -52,6 +57,11 @@ class ReduceCase:
     all_reduce: bool = False
     tags: frozenset[str] = frozenset({"target"})
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(m, p, k)."""
+        return self.m, self.p, self.k
+
 
 MATMUL_REDUCE_SCATTERS = (
     ReduceCase("mmrs-70b-o", 8192, 8192, 1024),
@@ -62,4 +72,40 @@ MATMUL_REDUCE_SCATTERS = (
 MATMUL_ALL_REDUCES = (
     ReduceCase("mmar-70b-o", 8192, 8192, 1024, all_reduce=True),
     ReduceCase("mmar-70b-down", 8192, 8192, 3584, all_reduce=True),
+    # Steps of decoding, which read the weights once.
+    ReduceCase("mmar-m1", 1, 8192, 3584, all_reduce=True),
+    ReduceCase("mmar-m32", 32, 8192, 3584, all_reduce=True),
+    ReduceCase("mmar-m128", 128, 8192, 3584, all_reduce=True),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class MlpCase:
+    """One gated block: rows of all ranks, [width, hidden] twice and [hidden, width] of each rank.
+
+    Attributes:
+        name: the case's name in ids and tables.
+        rows: of all ranks together.
+        width: of a row.
+        hidden: a rank's columns of the inner activations.
+        gradients: the block and the gradients of its operands; else the block alone.
+        tags: "target" (the speed to reach is fixed for it).
+    """
+
+    name: str
+    rows: int
+    width: int
+    hidden: int
+    gradients: bool = True
+    tags: frozenset[str] = frozenset({"target"})
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(rows, hidden, width)."""
+        return self.rows, self.hidden, self.width
+
+
+MLPS = (
+    MlpCase("mlp-70b-step", 8192, 8192, 3584),
+    MlpCase("mlp-70b-forward", 8192, 8192, 3584, gradients=False),
 )
