@@ -2,7 +2,8 @@
 
 Checked against fp32 on every rank before anything is timed. The bound is the larger of the product
 alone (XLA's or pk.matmul's, whichever is faster in this run), and of the bytes over the link at the
-fastest rate that SMs have reached. A chain takes several operands in turn.
+fastest rate that SMs have reached. A chain takes several operands in turn; of few rows, whose time
+is that of reading w, several w too, and the op's parts are timed as kernels of their own.
 """
 
 from __future__ import annotations
@@ -20,20 +21,24 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import pk_jax as pk
 from pk_jax._bench import harness, records, timing
 from pk_jax._bench.ops import AXIS
-from pk_jax._primitives import matmul, matmul_reduce_call
-from pk_jax._tuning import hardware, matmul_model
+from pk_jax._primitives import few_rows_call, matmul, matmul_reduce_call
+from pk_jax._tuning import few_rows_model, hardware, matmul_model
 from pk_jax._tuning import matmul_reduce_model as model
 from pk_jax._tuning.fused_cases import ReduceCase
 
 # What does less than the op: no sum over ranks.
 ALONE = ("xla_dot", "pk_dot")
+# The op's parts, one kernel after the other.
+PARTS = "unfused"
 # Rounds that blocks send ahead, tried beside what the model chooses.
 LEADS = (2, 3)
 
 X, W = P(None, AXIS), P(AXIS)
 Way = Callable[[Any, Any], Any]
+Plan = model.Plan | few_rows_model.Plan
 
 
 def run(
@@ -53,65 +58,87 @@ def run_case(
     mesh: Mesh, case: ReduceCase, method: harness.Method, stamp: dict[str, Any]
 ) -> tuple[records.Record, list[str]]:
     """Checks and times one case: each way to make the product, on operands drawn once."""
-    xs, w = operands(mesh, case)
+    pairs = operands(mesh, case)
     plans = plans_of(mesh, case) if mesh.devices.flat[0].platform == "gpu" else []
     chosen = plans if method.forced else plans[:1]
+    named = {label(plan) if i else "default": plan for i, plan in enumerate(plans)}
     programs: dict[str, timing.Program] = {}
     errors: dict[str, float] = {}
     failures, skipped = [], {}
     alike = products.MatmulCase(case.name, case.m, case.p, case.k)
     count = products.num_calls(alike)
     for name, way in ways(mesh, case, chosen).items():
-        compiled = mapped(mesh, functools.partial(_chain, way, count)).lower(xs, w).compile()
+        chain = mapped(mesh, functools.partial(_chain, way, count), [(X, W)] * len(pairs))
+        compiled = chain.lower(pairs).compile()
         summed = name not in ALONE
-        errors[name] = largest_error(mesh, case, compiled, xs, w, count, summed)
-        if name not in ("xla", *ALONE):
-            timing.check_calls(compiled.as_text(), f"pk_jax_{op_of(case)}", count)
+        errors[name] = largest_error(mesh, case, compiled, pairs, count, summed)
+        if name not in ("xla", PARTS, *ALONE):
+            timing.check_calls(compiled.as_text(), target_of(case, named[name]), count)
         if not errors[name] <= products.LIMIT:
             skipped[name] = f"refused: relative error {errors[name]:.2e}"
             failures.append(f"{case.name} {name}: relative error {errors[name]:.2e}")
             continue
-        programs[name] = timing.Program(compiled, (xs, w), count, products.expected_us(alike))
+        programs[name] = timing.Program(compiled, (pairs,), count, products.expected_us(alike))
     times = timing.time_programs(programs, method.sample_ms, method.samples, method.budget_s)
     method_used = {
         "calls": count,
         "sample_ms": method.sample_ms,
         "samples": {k: t.samples for k, t in times.items()},
         "p10_p90": {k: [t.p10, t.p90] for k, t in times.items()},
-        "expected_us": {f"lead {p.lead}": p.seconds * 1e6 for p in plans},
+        "expected_us": {label(p): p.seconds * 1e6 for p in plans},
     }
     made = record(mesh, case, times, errors, plans, skipped)
     return records.Record(**made, method=method_used, **stamp), failures
 
 
-def operands(mesh: Mesh, case: ReduceCase) -> tuple[list[jax.Array], jax.Array]:
-    """Several x, and the weights, all cut along what is summed over."""
+def operands(mesh: Mesh, case: ReduceCase) -> list[tuple[jax.Array, jax.Array]]:
+    """Several x and w, or one w for all if there are many rows, cut along what is summed over."""
     x, w = NamedSharding(mesh, X), NamedSharding(mesh, W)
-    count = max(2, min(8, math.ceil((120 << 20) / (2 * case.m * case.k))))
+    few = case.m <= products.FEW_ROWS
+    elements = case.k * case.p if few else case.m * case.k
+    count = max(2, min(8, math.ceil((120 << 20) / (2 * elements))))
     draw = {s: jax.jit(_draw, static_argnums=0, out_shardings=s) for s in (x, w)}
     xs = [draw[x]((case.m, case.k * mesh.size), seed) for seed in range(count)]
-    return xs, draw[w]((case.k * mesh.size, case.p), count)
+    ws = [draw[w]((case.k * mesh.size, case.p), count + i) for i in range(count if few else 1)]
+    return [(x, ws[i % len(ws)]) for i, x in enumerate(xs)]
 
 
 def _draw(shape: tuple[int, ...], seed: Any) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, products.DTYPE)
 
 
-def mapped(mesh: Mesh, f: Any) -> Any:
-    """f(x, w) of each rank's x (or list of them) and w, its results stacked by rank, jitted."""
-    stacked = lambda *args: f(*args)[None]  # noqa: E731
-    specs = {"in_specs": (X, W), "out_specs": P(AXIS)}
+def mapped(mesh: Mesh, f: Any, pairs: list[Any]) -> Any:
+    """f(pairs) of each rank's x and w, by their specs, its results stacked by rank, jitted."""
+    stacked = lambda pairs: f(pairs)[None]  # noqa: E731
+    specs = {"in_specs": (pairs,), "out_specs": P(AXIS)}
     return jax.jit(jax.shard_map(stacked, mesh=mesh, check_vma=False, **specs))
 
 
-def plans_of(mesh: Mesh, case: ReduceCase) -> list[model.Plan]:
-    """The chosen plan, then some with other leads."""
+def plans_of(mesh: Mesh, case: ReduceCase) -> list[Plan]:
+    """The chosen plan, then some with other leads; of few rows, then their other protocol."""
     kind = hardware.lookup(mesh.devices.flat[0].device_kind)
     sizes = (kind, case.m, case.p, case.k, mesh.size)
-    return [model.choose(*sizes, all_reduce=case.all_reduce, lead=lead) for lead in (1, *LEADS)]
+    choose = functools.partial(model.choose, *sizes, all_reduce=case.all_reduce)
+    if case.m > products.FEW_ROWS:
+        return [choose(lead=lead) for lead in (1, *LEADS)]
+    choose_few = functools.partial(few_rows_model.choose, *sizes, all_reduce=case.all_reduce)
+    few = [choose_few(protocol=protocol) for protocol in ("ll", "simple")]
+    plans: list[Plan] = sorted(filter(None, few), key=lambda plan: plan.seconds)
+    return [*plans, choose()]
 
 
-def ways(mesh: Mesh, case: ReduceCase, plans: list[model.Plan]) -> dict[str, Way]:
+def label(plan: Plan) -> str:
+    """The plan's name in tables."""
+    return f"lead {plan.lead}" if isinstance(plan, model.Plan) else f"few rows, {plan.protocol}"
+
+
+def target_of(case: ReduceCase, plan: Plan) -> str:
+    """The custom call of a plan."""
+    few = isinstance(plan, few_rows_model.Plan)
+    return f"pk_jax_{op_of(case)}" + few * "_few_rows"
+
+
+def ways(mesh: Mesh, case: ReduceCase, plans: list[Plan]) -> dict[str, Way]:
     """The ways to make the product, by name; "default" is what the model chooses."""
     site = {
         "groups": np.arange(mesh.size, dtype=np.int64),
@@ -136,29 +163,37 @@ def ways(mesh: Mesh, case: ReduceCase, plans: list[model.Plan]) -> dict[str, Way
             plan=matmul_model.choose(case.m, case.p, case.k, plans[0].num_blocks),
         )
     for i, plan in enumerate(plans):
-        found[f"lead {plan.lead}" if i else "default"] = functools.partial(
-            matmul_reduce_call.call,
-            site=site,
-            plan=plan,
-            transpose_w=False,
-            all_reduce=case.all_reduce,
+        many = isinstance(plan, model.Plan)
+        call: Any = matmul_reduce_call.call if many else few_rows_call.call
+        found[label(plan) if i else "default"] = functools.partial(
+            call, site=site, plan=plan, transpose_w=False, all_reduce=case.all_reduce
         )
+    if plans and isinstance(plans[0], few_rows_model.Plan):
+        found[PARTS] = functools.partial(parts, case)
     return found
 
 
-def _chain(way: Way, count: int, xs: list[Any], w: Any) -> Any:
-    return timing.chain(lambda x: way(x, w), count, xs)
+def parts(case: ReduceCase, x: Any, w: Any) -> Any:
+    """The product by its kernel, and after it the sum by its own."""
+    y = pk.matmul(x, w, implementation="cuda")
+    if case.all_reduce:
+        return pk.psum(y, AXIS, implementation="cuda")
+    return pk.psum_scatter(y, AXIS, tiled=True, implementation="cuda")
+
+
+def _chain(way: Way, count: int, pairs: list[Any]) -> Any:
+    return timing.chain(lambda pair: way(*pair), count, pairs)
 
 
 def largest_error(
-    mesh: Mesh, case: ReduceCase, compiled: Any, xs: list[Any], w: Any, count: int, summed: bool
+    mesh: Mesh, case: ReduceCase, compiled: Any, pairs: list[Any], count: int, summed: bool
 ) -> float:
-    """The largest relative norm of an error on any rank, each operand last in turn."""
+    """The largest relative norm of an error on any rank, each pair last in turn."""
     found = []
-    for i in range(len(xs)):
-        last = (i + (count - 1) % len(xs)) % len(xs)
-        got = compiled(xs[i:] + xs[:i], w)
-        errors = _error(mesh, case.all_reduce, summed)(got, xs[last], w)
+    for i in range(len(pairs)):
+        last = (i + (count - 1) % len(pairs)) % len(pairs)
+        got = compiled(pairs[i:] + pairs[:i])
+        errors = _error(mesh, case.all_reduce, summed)(got, *pairs[last])
         found.append(float(np.asarray(errors).max()))  # NumPy's keeps a NaN of any rank
     return max(found, key=lambda error: math.inf if math.isnan(error) else error)
 
@@ -176,12 +211,19 @@ def _error(mesh: Mesh, all_reduce: bool, summed: bool) -> Any:
     return jax.jit(jax.shard_map(error, mesh=mesh, check_vma=False, **specs))
 
 
+def config_of(plan: Plan) -> dict[str, Any]:
+    """What a record says of the plan."""
+    if isinstance(plan, model.Plan):
+        return {"lead": plan.lead}
+    return {"protocol": plan.protocol, "split_tiles": plan.split_tiles, "split": plan.split}
+
+
 def record(
     mesh: Mesh,
     case: ReduceCase,
     times: dict[str, timing.Timing],
     errors: dict[str, float],
-    plans: list[model.Plan],
+    plans: list[Plan],
     skipped: dict[str, str],
 ) -> dict[str, Any]:
     """What the record of a case says, but for how it was made."""
@@ -198,7 +240,7 @@ def record(
         "processes": jax.process_count(),
         "dtype": jnp.dtype(products.DTYPE).name,
         "shape": [case.m, case.p, case.k],
-        "config": {"lead": plans[0].lead} if plans else None,
+        "config": config_of(plans[0]) if plans else None,
         "median_us": ours.median if ours else None,
         "p10_us": ours.p10 if ours else None,
         "p90_us": ours.p90 if ours else None,

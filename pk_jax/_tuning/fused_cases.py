@@ -62,4 +62,7 @@ MATMUL_REDUCE_SCATTERS = (
 MATMUL_ALL_REDUCES = (
     ReduceCase("mmar-70b-o", 8192, 8192, 1024, all_reduce=True),
     ReduceCase("mmar-70b-down", 8192, 8192, 3584, all_reduce=True),
+    ReduceCase("mmar-m1", 1, 8192, 3584, all_reduce=True),
+    ReduceCase("mmar-m32", 32, 8192, 3584, all_reduce=True),
+    ReduceCase("mmar-m128", 128, 8192, 3584, all_reduce=True),
 )
