@@ -6,6 +6,7 @@ import sys
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
 pytest.importorskip("reduced", reason="needs the checkout, not just the tests")
@@ -69,6 +70,23 @@ def test_wrong_products_get_no_time(mesh, monkeypatch):
     record, failures = reduced.run_case(mesh, ReduceCase("tiny", 32, 16, 40), ONCE, {})
     assert len(failures) == 2 and all("relative error" in failure for failure in failures)
     assert set(record.skipped) == {"xla", "xla_dot"} and not record.baselines
+
+
+def test_ways_of_few_rows(mesh, monkeypatch):
+    """Either protocol, the kernel of many rows, and the parts; more w than the L2 holds."""
+    case = next(case for case in MATMUL_ALL_REDUCES if case.name == "mmar-m32")
+    monkeypatch.setattr(reduced, "_draw", lambda shape, seed: jnp.full(shape[:1], seed))
+    monkeypatch.setattr(reduced, "X", P())
+    monkeypatch.setattr(reduced, "W", P())
+    pairs = reduced.operands(mesh, case)
+    assert len({int(w[0]) for _, w in pairs}) == 3
+    plans = reduced.plans_of(mesh, case)
+    assert list(reduced.ways(mesh, case, plans)) == [
+        *("xla", "xla_dot", "pk_dot", "default", "few rows, simple", "lead 1", "unfused")
+    ]
+    targets = [reduced.target_of(case, plan) for plan in plans]
+    op = "pk_jax_matmul_all_reduce"
+    assert targets == [f"{op}_few_rows", f"{op}_few_rows", op]
 
 
 def test_ways_are_those_of_the_plans(mesh):

@@ -35,7 +35,7 @@ PROTOCOLS = ("ll", "simple")
 # end within a tile or a vector; one step of k, and many; more tiles than blocks.
 SHAPES = (
     (1, 8, 8),
-    (1, 3584, 8192),
+    (1, 512, 8192),
     (7, 100, 77),
     (8, 64, 64),
     (9, 1000, 130),
@@ -91,8 +91,8 @@ def _run(
         return None
     plan = plan or _plans(ranks, m, k, p)[0]
     rng = np.random.default_rng(seed)
-    x = rng.integers(-8, 9, (calls, n, m, k)).astype(np.float32)
-    w = rng.integers(-8, 9, (calls, n, k, p)).astype(np.float32)
+    x = rng.integers(-8, 9, (calls, n, m, k), np.int8).astype(np.float32)
+    w = rng.integers(-8, 9, (calls, n, k, p), np.int8).astype(np.float32)
     lying = w.swapaxes(-1, -2) if transpose_w else w
     operands = [as_bytes(_padded(y.astype(dtype))) for y in (x, lying)]
     kept = m if all_reduce else m // n
