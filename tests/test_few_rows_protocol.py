@@ -8,9 +8,8 @@ its owner has yet to add, or writes into the scratch of a rank that is not in th
 a tile that is not there; there is always a next step until all is done. What the model leaves out:
 how long a write takes to be seen, which words with their epoch, release and acquire answer for.
 
-The kernel is `cuda/kernels/few_rows.cuh`, the exchange `strip_sum.cuh` in `cuda/schedule`. Each rule
-that
-a test here takes away is needed: the model then finds the order that goes wrong.
+The kernel is `cuda/kernels/few_rows.cuh`, the exchange `cuda/schedule/strip_sum.cuh`. Each rule
+that a test here takes away is needed: the model then finds the order that goes wrong.
 """
 
 import dataclasses
