@@ -12,6 +12,9 @@ extern "C" XLA_FFI_Error* pk_all_gather_matmul_instantiate(XLA_FFI_CallFrame* fr
 extern "C" XLA_FFI_Error* pk_all_gather_matmul_execute(XLA_FFI_CallFrame* frame);
 extern "C" XLA_FFI_Error* pk_all_to_all_instantiate(XLA_FFI_CallFrame* frame);
 extern "C" XLA_FFI_Error* pk_all_to_all_execute(XLA_FFI_CallFrame* frame);
+extern "C" XLA_FFI_Error* pk_few_rows_reduce_scatter_instantiate(XLA_FFI_CallFrame* frame);
+extern "C" XLA_FFI_Error* pk_few_rows_all_reduce_instantiate(XLA_FFI_CallFrame* frame);
+extern "C" XLA_FFI_Error* pk_few_rows_execute(XLA_FFI_CallFrame* frame);
 extern "C" XLA_FFI_Error* pk_matmul_reduce_scatter_instantiate(XLA_FFI_CallFrame* frame);
 extern "C" XLA_FFI_Error* pk_matmul_reduce_scatter_execute(XLA_FFI_CallFrame* frame);
 extern "C" XLA_FFI_Error* pk_matmul_all_reduce_instantiate(XLA_FFI_CallFrame* frame);

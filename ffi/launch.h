@@ -9,6 +9,7 @@
 #include "kernels/all_gather_copy_engine.h"
 #include "kernels/all_gather_matmul.h"
 #include "kernels/all_to_all.h"
+#include "kernels/few_rows.h"
 #include "kernels/matmul_reduce.h"
 #include "kernels/ppermute.h"
 #include "kernels/ragged_all_to_all.h"
@@ -105,6 +106,18 @@ inline void run_matmul_reduce(Communicator& communicator, MatmulReduceOperands i
   in.scratch.offset = communicator.publish(in.scratch.address, scratch_bytes);
   if (in.all_reduce) in.y.offset = communicator.publish(in.y.address, result_bytes);
   check(launch_matmul_reduce(communicator.view(), in, plan, stream), "launch");
+}
+
+inline void run_few_rows(Communicator& communicator, FewRowsOperands in, const FewRowsPlan& plan,
+                         size_t scratch_bytes, cudaStream_t stream) {
+  communicator.count_launch();
+  const auto needed = static_cast<size_t>(
+      few_rows_scratch(in.m, in.p, communicator.num_ranks(), in.all_reduce, plan.low_latency));
+  if (scratch_bytes < needed)
+    throw Error("scratch of " + std::to_string(scratch_bytes) + " bytes; " +
+                std::to_string(needed) + " are needed");
+  if (needed > 0) in.scratch.offset = communicator.publish(in.scratch.address, scratch_bytes);
+  check(launch_few_rows(communicator.view(), in, plan, stream), "launch");
 }
 
 }  // namespace pk

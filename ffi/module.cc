@@ -27,6 +27,7 @@
 #include "ffi/ragged_dot.h"
 #include "ffi/timeline_python.h"
 #include "ffi/virtual_ranks_python.h"
+#include "kernels/few_rows.h"
 #include "kernels/matmul_reduce.h"
 #include "mechanism/copy_engine.h"
 #include "runtime/error_log.h"
@@ -35,6 +36,7 @@
 #include "schedule/gather_walk.h"
 #include "schedule/matmul_walk.h"
 #include "schedule/scatter_walk.h"
+#include "schedule/strip_layout.h"
 #include "tile/comm_view.h"
 #include "tile/row_tiles.h"
 #include "tile/timeline.h"
@@ -75,6 +77,10 @@ nb::dict handlers() {
              pk::pk_matmul_reduce_scatter_execute);
   collective("pk_jax_matmul_all_reduce", pk::pk_matmul_all_reduce_instantiate,
              pk::pk_matmul_all_reduce_execute);
+  collective("pk_jax_matmul_reduce_scatter_few_rows", pk::pk_few_rows_reduce_scatter_instantiate,
+             pk::pk_few_rows_execute);
+  collective("pk_jax_matmul_all_reduce_few_rows", pk::pk_few_rows_all_reduce_instantiate,
+             pk::pk_few_rows_execute);
   nb::dict matmul;
   matmul["initialize"] = handler(pk::pk_matmul_initialize);
   matmul["execute"] = handler(pk::pk_matmul_execute);
@@ -353,4 +359,27 @@ NB_MODULE(_ffi, m) {
   m.def("matmul_reduce_scratch", &pk::matmul_reduce_scratch, nb::arg("m"), nb::arg("p"),
         nb::arg("num_ranks"), nb::arg("all_reduce"),
         "Bytes of scratch that matmul_reduce_scatter and matmul_all_reduce need.");
+  m.def(
+      "strips",
+      [](int m, int num_ranks, bool all_reduce, int cols) {
+        const auto layout = pk::StripLayout::make(m, num_ranks, all_reduce);
+        std::vector<std::array<int, 5>> out;
+        for (int owner = 0; owner < num_ranks; ++owner) {
+          for (int n = 0; n * pk::StripLayout::kCols < cols; ++n) {
+            for (int row = 0; row < m; row += pk::StripLayout::kRows) {
+              if (layout.goes_to(owner, row, pk::StripLayout::kRows))
+                out.push_back({owner, row, n, layout.number(owner, row, n),
+                               layout.first_number(owner, row - pk::StripLayout::kRows, n)});
+            }
+          }
+        }
+        return std::make_tuple(layout.num_strips(cols), out);
+      },
+      nb::arg("m"), nb::arg("num_ranks"), nb::arg("all_reduce"), nb::arg("cols"),
+      "How many strips of few rows a rank sends an owner at most; (owner, row, n, number, number "
+      "of the first from 8 rows before on) of each.");
+  m.def("few_rows_scratch", &pk::few_rows_scratch, nb::arg("m"), nb::arg("p"), nb::arg("num_ranks"),
+        nb::arg("all_reduce"), nb::arg("low_latency"), "The same of few rows.");
+  m.def("few_rows_most_cols", &pk::few_rows_most_cols, nb::arg("m"), nb::arg("num_ranks"),
+        nb::arg("all_reduce"), nb::arg("low_latency"), "The most columns that those may have.");
 }

@@ -216,6 +216,41 @@ void matmul_reduce(const Run& run, int64_t m, int64_t k, int64_t p, const std::s
   });
 }
 
+// Operands and result as in matmul_reduce(). The plan says the protocol.
+void few_rows(const Run& run, int64_t m, int64_t k, int64_t p, const std::string& dtype,
+              bool transpose_w, bool all_reduce, int split_tiles, int split) {
+  const auto padded = [](int64_t size) { return (size + 7) / 8 * 8; };
+  const int ranks = run.ranks.num_ranks();
+  FewRowsOperands shape{};
+  shape.m = m;
+  shape.k = k;
+  shape.p = p;
+  shape.pitch_x = padded(k);
+  shape.pitch_w = padded(transpose_w ? k : p);
+  shape.pitch_y = padded(p);
+  shape.transpose_w = transpose_w;
+  shape.all_reduce = all_reduce;
+  shape.bfloat16 = dtype == "bfloat16";
+  shape.channel = run.channel;
+  const int64_t x_bytes = 2 * m * shape.pitch_x;
+  require(run.operand_bytes() == x_bytes + 2 * (transpose_w ? p : k) * shape.pitch_w &&
+          run.result_bytes() == 2 * (all_reduce ? m : m / ranks) * shape.pitch_y &&
+          (shape.bfloat16 || dtype == "float16"));
+  const int64_t scratch_bytes = few_rows_scratch(m, p, ranks, all_reduce, false);
+  run.ranks.load(load_few_rows);
+  run.go(scratch_bytes, [&](Communicator& communicator, const Plan& plan, int,
+                            const VirtualRanks::Buffers& buffers) {
+    FewRowsOperands in = shape;
+    in.x = buffers.source;
+    in.w = buffers.source + x_bytes;
+    in.y = buffers.result;
+    in.scratch.address = buffers.scratch;
+    const bool low_latency = plan.protocol == Protocol::kLowLatency;
+    run_few_rows(communicator, in, {low_latency, plan.num_blocks, split_tiles, split},
+                 scratch_bytes, buffers.stream);
+  });
+}
+
 // The operand ends with three int32 arrays of num_updates: input offsets, send sizes, output
 // offsets.
 void ragged_all_to_all(const Run& run, int64_t row_bytes, int num_updates, bool checks) {
@@ -325,6 +360,9 @@ void bind_virtual_ranks(nb::module_& module) {
          nb::arg("m"), nb::arg("k"), nb::arg("p"), nb::arg("dtype") = "bfloat16",
          nb::arg("transpose_w") = false, nb::arg("all_reduce") = false, nb::arg("lead") = 1,
          nb::arg("outer") = 1);
+  method(type, "few_rows", &few_rows, "The same of few rows.", nb::arg("m"), nb::arg("k"),
+         nb::arg("p"), nb::arg("dtype") = "bfloat16", nb::arg("transpose_w") = false,
+         nb::arg("all_reduce") = false, nb::arg("split_tiles") = 0, nb::arg("split") = 1);
   method(type, "ragged_all_to_all", &ragged_all_to_all,
          "Operands end with int32 input_offsets, send_sizes, output_offsets of num_updates each.",
          nb::arg("row_bytes"), nb::arg("num_updates"), nb::arg("checks") = false);

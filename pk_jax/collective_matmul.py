@@ -155,8 +155,9 @@ def matmul_reduce_scatter(
             kernel where that can run.
         config: the knobs ``schedule``, ``num_comm_sms``, ``tile`` and ``reduce_dtype`` (of
             floating-point results alone). "intra_sm" (every SM multiplies, sends and sums) is the
-            one kernel where it can run, with tiles of (128, 256) and no ``num_comm_sms``;
-            "sequential" is one after the other, with the tiles of ``pk.matmul``.
+            one kernel where it can run, with tiles of (128, 256), or (128, 64) for up to 128 rows
+            in all, and no ``num_comm_sms``; "sequential" is one after the other, with the tiles of
+            ``pk.matmul``.
 
     Returns:
         [..., m / n, p].

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pk_jax import _compat
-from pk_jax._tuning import cost_model, matmul_model
+from pk_jax._tuning import cost_model, few_rows_model, matmul_model
 
 MECHANISMS = ("copy_engine", "tma", "register")
 SCHEDULES = ("sequential", "intra_sm", "inter_sm")
@@ -118,6 +118,7 @@ _KNOBS |= {"all_gather_matmul": _PRODUCT | {"schedule": SCHEDULES}}
 _KNOBS |= {
     op: _PRODUCT
     | {"schedule": ("sequential", "intra_sm"), "reduce_dtype": "a floating-point dtype"}
+    | {"tile": (*matmul_model.SHAPES, few_rows_model.TILE)}  # the last is that of few rows
     for op in ("matmul_reduce_scatter", "matmul_all_reduce")
 }
 _KNOBS["ragged_all_to_all"] = {"mechanism": ("register",), "num_comm_sms": _SMS}

@@ -122,9 +122,9 @@ WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x1"
 RETRY = "        /*64a0*/                   YIELD ;\n"
 
 
-def problems(text: str) -> str:
+def problems(text: str, name: str = "matmul") -> str:
     (code,) = check_sass.parse(text).values()
-    return "\n".join(check_sass.problems_of(code))
+    return "\n".join(check_sass.problems_of(code, name))
 
 
 def test_the_good_kernel_is_good():
@@ -133,6 +133,12 @@ def test_the_good_kernel_is_good():
     # fp16, and half the columns
     assert problems(GOOD.replace(".F32.BF16", ".F32")) == ""
     assert problems(GOOD.replace("64x256x16", "64x128x16")) == ""
+
+
+def test_results_of_few_rows_leave_from_registers():
+    text = GOOD.replace("UTMASTG.2D", "STG.E.128")
+    assert problems(text) == "no UTMASTG" and problems(text, "matmul_few_rows") == ""
+    assert problems(text.replace("UTMALDG.2D", "LDG.E"), "matmul_few_rows") == "no UTMALDG"
 
 
 def test_the_loops_are_those_of_the_source():

@@ -15,7 +15,13 @@ from jax.sharding import PartitionSpec as P
 from product_twins import COLUMNS, RANKS, ROWS, mapped
 
 import pk_jax as pk
-from pk_jax._primitives import all_gather_matmul_call, collective_matmul, fused, matmul_reduce_call
+from pk_jax._primitives import (
+    all_gather_matmul_call,
+    collective_matmul,
+    few_rows_call,
+    fused,
+    matmul_reduce_call,
+)
 
 
 def product(x, w, transpose_w):
@@ -37,12 +43,13 @@ def made(monkeypatch, can_run):
         at = lax.axis_index("x") * x.shape[1]
         return lax.dynamic_update_slice_in_dim(gathered, x + jnp.nan, at, axis=1), products
 
-    def reduce(x, w, *, transpose_w, all_reduce, outer, **_):
-        found.append(["reduce" if all_reduce else "scatter", x.shape, w.shape])
+    def reduce(x, w, *, transpose_w, all_reduce, outer=None, **_):
+        few = "few rows: " if outer is None else ""
+        found.append([few + ("reduce" if all_reduce else "scatter"), x.shape, w.shape])
         y = product(x, w, transpose_w)
         if all_reduce:
             return lax.psum(y, "x")
-        y = y.reshape(outer, -1, y.shape[1])
+        y = y.reshape(outer or 1, -1, y.shape[1])
         y = lax.psum_scatter(y, "x", scatter_dimension=1, tiled=True)
         return y.reshape(-1, y.shape[2])
 
@@ -54,6 +61,7 @@ def made(monkeypatch, can_run):
     monkeypatch.setattr(fused, "call_site", lambda *_: {})
     monkeypatch.setattr(all_gather_matmul_call, "call", gather)
     monkeypatch.setattr(matmul_reduce_call, "call", reduce)
+    monkeypatch.setattr(few_rows_call, "call", reduce)
     return found
 
 
@@ -83,10 +91,10 @@ def test_gather_of_several_matrices_and_weights(made, mesh_of):
         (7, 4 * RANKS),
     )
     assert ["gather", (2, 3, 7), (7, 5), (7, 4)] in made
-    assert ["scatter", (2 * 3 * RANKS, 9), (7, 9)] in made
+    assert ["few rows: scatter", (2 * 3 * RANKS, 9), (7, 9)] in made
 
 
-@pytest.mark.parametrize("at, rows", [(0, 3), (1, 3), (1, 128)])
+@pytest.mark.parametrize("at, rows", [(0, 3), (1, 3), (1, 5), (1, 128)])
 def test_scatter_of_several_matrices(at, rows, made, mesh_of):
     """Whole tiles of a rank's rows are taken where they lie, others copied."""
     check(
@@ -97,7 +105,8 @@ def test_scatter_of_several_matrices(at, rows, made, mesh_of):
         (2 * RANKS, rows * RANKS, 2 * RANKS),
         (2 * RANKS, 5),
     )
-    assert ["scatter", (2 * rows * RANKS**2, 2), (2, 5)] in made
+    op = "few rows: scatter" if rows == 3 else "scatter"
+    assert [op, (2 * rows * RANKS**2, 2), (2, 5)] in made
     assert any(op == "gather" for op, *_ in made)
 
 
@@ -123,4 +132,5 @@ def test_reduce_of_a_tangent(made, mesh_of):
         return jax.jvp(op, (x, w), (x + 1, w - 1))
 
     check(f, mesh_of(x=RANKS), (COLUMNS, ROWS), (P(), P()), (3, 2 * RANKS), (2 * RANKS, 5))
-    assert ["reduce", (3, 2), (2, 5)] in made and ["reduce", (3, 4), (4, 5)] in made
+    assert ["few rows: reduce", (3, 2), (2, 5)] in made
+    assert ["few rows: reduce", (3, 4), (4, 5)] in made

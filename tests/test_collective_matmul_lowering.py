@@ -47,8 +47,8 @@ def calls_of(mesh_of, lowered, calls):
         f = mapped(lambda x, w: op(x[0], w[0])[None], mesh, (spec, spec), spec)
         if gradients:
             # The ops of a derivative are not asked for the schedule of what it is of.
-            f = pk.use_config(schedule="sequential")(f)
             f = jax.grad(lambda *xs, f=f: jnp.sum(f(*xs).astype("float32") ** 2), (0, 1))
+            f = pk.use_config(schedule="sequential")(f)
         shapes = [(mesh.size, *size) for size in sizes]
         module = lowered(f, *(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes))
         return module if text else calls(module)
@@ -84,7 +84,8 @@ def test_one_kernel(name, can_run, calls_of):
         (call,) = calls_of(name, sizes=LARGE, config=None, implementation=implementation)
         assert call["op"] == op and call["group_size"] == RANKS
         assert (call["m"], call["k"], call["p"]) == (2048, 4096, 4096)
-    assert ops_of(calls_of(name, config=pk.Config(schedule="intra_sm"))) == [op]
+    few = "" if name == "gather" else "_few_rows"
+    assert ops_of(calls_of(name, config=pk.Config(schedule="intra_sm"))) == [op + few]
     (call,) = calls_of(name, sizes=LARGE, config=None, gradients=True)[:1]
     assert call["op"] == MOVES[name]
 
@@ -96,6 +97,33 @@ def test_several_matrices(name, outer, can_run, calls_of):
     (call,) = calls_of(name, sizes=sizes, config=config)
     assert call["outer"] == outer
     assert call["m"] == (512 if name == "gather" else 3 * 512)
+
+
+@pytest.mark.parametrize("name", ("scatter", "reduce"))
+def test_few_rows(name, can_run, calls_of):
+    """By the model, or by the tile; one rank's share of the rows of several matrices is copied."""
+    op = FUNCTIONS[name].__name__
+    decode = ((32, 3584), (3584, 8192))
+    for config, few in (
+        (None, True),
+        (pk.Config(schedule="intra_sm"), True),
+        (pk.Config(tile=(128, 64)), True),
+        (pk.Config(schedule="intra_sm", tile=(128, 256)), False),
+    ):
+        (call,) = calls_of(name, sizes=decode, config=config)
+        assert call["op"] == op + few * "_few_rows"
+        assert (call["m"], call["k"], call["p"]) == (32, 3584, 8192)
+    sizes, config = ((3, 8, 32), (32, 48)), pk.Config(tile=(128, 64))
+    text = calls_of(name, sizes=sizes, config=config, text=True)
+    assert "few_rows" in text and ("stablehlo.transpose" in text) == (name == "scatter")
+    # More rows than it has are no reason to fail where only a tile was asked for.
+    many = ((512, 32), (32, 48))
+    assert ops_of(calls_of(name, sizes=many, config=pk.Config(tile=(128, 64)))) == [MOVES[name]]
+    config = pk.Config(schedule="intra_sm", tile=(128, 64))
+    with pytest.raises(
+        NotImplementedError, match="512 rows; the kernel for few rows takes at most"
+    ):
+        calls_of(name, sizes=many, config=config, implementation="cuda")
 
 
 def test_a_default_of_many_sms_is_that_of_the_parts(can_run, calls_of):

@@ -138,6 +138,20 @@ FUSED = """
         want = rows @ w.astype(np.float32)
         error = np.linalg.norm(y - want) / np.linalg.norm(want)
         assert error < 1e-3, (m, k, p, error)
+    for m, k, p, protocol, split in (
+        (20, 264, 72, "ll", 1), (100, 264, 136, "simple", 1), (20, 520, 72, "simple", 2)
+    ):
+        x = rng.integers(-4, 5, (2, 2, m, k)).astype(np.float16)
+        w = rng.integers(-4, 5, (2, 2, k, p)).astype(np.float16)
+        results = np.full((2, 2, 2 * m * p), 0xFF, np.uint8)
+        ranks.few_rows(
+            np.concatenate([as_bytes(x), as_bytes(w)], 2), results,
+            [("register", protocol, [2 * split])], m, k, p, "float16", all_reduce=True, split=split,
+            split_tiles=2 if split > 1 else 0,
+        )
+        want = (x.astype(np.float32) @ w.astype(np.float32)).sum(1, keepdims=True)
+        got = results.view(np.float16).reshape(2, 2, m, p)
+        assert np.linalg.norm(got - want) <= 1e-3 * np.linalg.norm(want), (m, k, p, protocol, split)
     print("values are right")
 """
 

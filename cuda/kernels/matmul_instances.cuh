@@ -98,11 +98,10 @@ cudaError_t fill(const InstanceOf<Kernel>& instance, Args<Walk>& args, const Mat
   return cudaSuccess;
 }
 
-template <typename Walk>
-cudaError_t launch(const Instance<Walk>& instance, Args<Walk>& args, const Epilogue& epilogue,
-                   const Matrix& a, const Matrix& b, const Matrix& c, bool bfloat16, bool float32,
-                   int rows_past, int num_blocks, int cluster, cudaStream_t stream) {
-  if (cudaError_t error = fill(instance, args, a, b, c, bfloat16, float32, rows_past)) return error;
+// Launches a kernel in clusters of `cluster` blocks.
+template <typename Kernel, typename... Arguments>
+cudaError_t launch_clusters(const InstanceOf<Kernel>& instance, int num_blocks, int cluster,
+                            cudaStream_t stream, const Arguments&... arguments) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
@@ -113,7 +112,15 @@ cudaError_t launch(const Instance<Walk>& instance, Args<Walk>& args, const Epilo
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = cluster > 1;
-  return cudaLaunchKernelEx(&config, instance.kernel, args, WholeSource{}, epilogue);
+  return cudaLaunchKernelEx(&config, instance.kernel, arguments...);
+}
+
+template <typename Walk>
+cudaError_t launch(const Instance<Walk>& instance, Args<Walk>& args, const Epilogue& epilogue,
+                   const Matrix& a, const Matrix& b, const Matrix& c, bool bfloat16, bool float32,
+                   int rows_past, int num_blocks, int cluster, cudaStream_t stream) {
+  if (cudaError_t error = fill(instance, args, a, b, c, bfloat16, float32, rows_past)) return error;
+  return launch_clusters(instance, num_blocks, cluster, stream, args, WholeSource{}, epilogue);
 }
 
 // Loads a kernel on the current device and gives it its shared memory.

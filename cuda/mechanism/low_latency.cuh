@@ -20,26 +20,36 @@ __device__ __forceinline__ ulonglong2* mailbox(const Waiter& waiter, uint32_t ep
       comm.region[owner] + low_latency_offset(waiter.channel, epoch & 1, source, comm.num_ranks));
 }
 
+// A packet of 8 bytes into a place of a mailbox.
+__device__ __forceinline__ void put(ulonglong2* place, uint32_t epoch, uint64_t data) {
+  const uint64_t tag = static_cast<uint64_t>(epoch) << 32;
+  ptx::st_relaxed_sys(place, ulonglong2{tag | (data & 0xffffffffu), tag | (data >> 32)});
+}
+
+// Whether the packet of this epoch is there; then `data` is its 8 bytes. Each word proves itself by
+// its epoch; no acquire is needed, for nothing else is read on its strength.
+__device__ __forceinline__ bool look(const ulonglong2* place, uint32_t epoch, uint64_t& data,
+                                     uint32_t& seen) {
+  const ulonglong2 packet = ptx::ld_relaxed_sys(place);
+  data = (packet.y << 32) | (packet.x & 0xffffffffu);
+  seen = static_cast<uint32_t>(packet.x >> 32);
+  return seen == epoch && static_cast<uint32_t>(packet.y >> 32) == epoch;
+}
+
 // Puts 8 bytes into place `i` of this rank's mailbox on `peer`.
 __device__ __forceinline__ void send(const Waiter& waiter, uint32_t epoch, int peer, uint32_t i,
                                      uint64_t data) {
-  const uint64_t tag = static_cast<uint64_t>(epoch) << 32;
-  ptx::st_relaxed_sys(mailbox(waiter, epoch, peer, waiter.comm.rank) + i,
-                      ulonglong2{tag | (data & 0xffffffffu), tag | (data >> 32)});
+  put(mailbox(waiter, epoch, peer, waiter.comm.rank) + i, epoch, data);
 }
 
-// Waits for the 8 bytes that `peer` sends to place `i`. Each word proves itself by its epoch; no
-// acquire is needed, for nothing else is read on its strength.
+// Waits for the 8 bytes that `peer` sends to place `i`.
 __device__ __forceinline__ uint64_t receive(const Waiter& waiter, uint32_t epoch, int peer,
                                             uint32_t i) {
   const ulonglong2* place = mailbox(waiter, epoch, waiter.comm.rank, peer) + i;
-  ulonglong2 packet;
-  wait_until(waiter, Slot::kData, peer, epoch, [&](uint32_t& seen) {
-    packet = ptx::ld_relaxed_sys(place);
-    seen = static_cast<uint32_t>(packet.x >> 32);
-    return seen == epoch && static_cast<uint32_t>(packet.y >> 32) == epoch;
-  });
-  return (packet.y << 32) | (packet.x & 0xffffffffu);
+  uint64_t data;
+  wait_until(waiter, Slot::kData, peer, epoch,
+             [&](uint32_t& seen) { return look(place, epoch, data, seen); });
+  return data;
 }
 
 // A part as a row of 8-byte words, the last one filled up with zeros. Words are read and written in

@@ -40,7 +40,7 @@ struct Result {
     for (int i = threadIdx.x % 32; i < num_rows * 8; i += 32) {
       const int r = row + i / 8, c = col + i % 8 * 8;
       const float4 chunk = ptx::ld_shared(reinterpret_cast<float4*>(panel.chunk(i / 8, i % 8 * 8)));
-      if (r < end_row && c < pitch)
+      if (r >= 0 && r < end_row && c < pitch)
         *reinterpret_cast<float4*>(static_cast<uint16_t*>(to) + r * pitch + c) = chunk;
     }
   }

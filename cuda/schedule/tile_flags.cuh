@@ -32,16 +32,24 @@ struct TileFlags {
   // One thread: until `peer` has raised its `flag` here. Then this thread may read the piece, with
   // TMA or without, and so may one that acquires what this one releases.
   __device__ __forceinline__ void wait(int peer, int flag) const {
-    const uint32_t* mine = word(waiter.comm.rank, peer, flag);
-    wait_until<kPatient>(waiter, Slot::kTileFlag, peer, epoch, [&](uint32_t& seen) {
-      seen = ptx::ld_acquire_sys(mine);
-      return seen == epoch;
-    });
+    poll<kPatient>(peer, flag);
     // Between the acquire, of the generic proxy, and what TMA reads through the other one.
     ptx::fence_proxy_async();
   }
 
+  // The same without a pause, for whoever has nothing else to do, and reads without TMA.
+  __device__ __forceinline__ void wait_now(int peer, int flag) const { poll(peer, flag); }
+
  private:
+  template <uint32_t kPauseNs = 0>
+  __device__ __forceinline__ void poll(int peer, int flag) const {
+    const uint32_t* mine = word(waiter.comm.rank, peer, flag);
+    wait_until<kPauseNs>(waiter, Slot::kTileFlag, peer, epoch, [&](uint32_t& seen) {
+      seen = ptx::ld_acquire_sys(mine);
+      return seen == epoch;
+    });
+  }
+
   __device__ __forceinline__ uint32_t* word(int owner, int source, int flag) const {
     const CommView& comm = waiter.comm;
     return &signal_page(comm, owner)

@@ -45,9 +45,9 @@ __device__ __forceinline__ void fail(ErrorRecord* record, ErrorRecord text) {
 inline constexpr uint32_t kPatient = 200;  // nanoseconds
 
 // Calls `poll(seen)` until it returns true, with a pause between one call and the next if one is
-// given. `seen` is what the error record will show.
+// given. `seen` is what the error record will show, and `peer`, which a poll of several may change.
 template <uint32_t kPauseNs = 0, typename Poll>
-__device__ __forceinline__ void wait_until(const Waiter& waiter, Slot slot, int peer,
+__device__ __forceinline__ void wait_until(const Waiter& waiter, Slot slot, const int& peer,
                                            uint32_t expected, Poll poll) {
   // The first look is free of clock reads: on the fast path the word is there already or comes
   // within a microsecond.

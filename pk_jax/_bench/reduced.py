@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 import pk_jax as pk
 from pk_jax._bench import fused, harness
 from pk_jax._bench.ops import AXIS
+from pk_jax._tuning import few_rows_model
 from pk_jax._tuning.fused_cases import ReduceCase
 
 
@@ -53,7 +54,7 @@ def ways(
     case: ReduceCase, ranks: int, method: harness.Method, *, all_reduce: bool
 ) -> dict[str, fused.Way]:
     """The ways to do a case, by name."""
-    del case, ranks
+    del ranks
     op = pk.matmul_all_reduce if all_reduce else pk.matmul_reduce_scatter
     xla, ring = (reduce, ring_reduce) if all_reduce else (scatter, ring_scatter)
     found = {
@@ -66,7 +67,12 @@ def ways(
             fused.dot, "baseline", fused.WINDOWED, whole=True, needs="collective-permute"
         )
     found |= fused.alone() | {"default": fused.Way(lambda x, w: op(x, w, AXIS))}
-    return found | (fused.schedules(op, ("sequential", "intra_sm")) if method.forced else {})
+    if not method.forced:
+        return found
+    # Of few rows both kernels: the one for them is asked for by its tile.
+    few = [pk.Config(schedule="intra_sm", tile=few_rows_model.TILE)]
+    few = few if case.m <= few_rows_model.MOST_ROWS else []
+    return found | fused.schedules(op, ("sequential", "intra_sm"), few)
 
 
 def _op(name: str, want: fused.Call, out_spec: P, all_reduce: bool) -> fused.Op:

@@ -5,6 +5,7 @@ both make one product, joined along k.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,11 +14,17 @@ from jax import lax
 from jax.interpreters import mlir
 
 from pk_jax import _compat, _selection
-from pk_jax._primitives import all_gather_matmul_call, matmul_reduce_call, unfused
+from pk_jax._primitives import (
+    all_gather_matmul_call,
+    few_rows_call,
+    matmul_reduce_call,
+    unfused,
+)
 from pk_jax._primitives.rules import call_site, fall_back
 from pk_jax._tuning import (
     all_gather_matmul_model,
     cost_model,
+    few_rows_model,
     hardware,
     matmul_model,
     matmul_reduce_model,
@@ -71,7 +78,19 @@ def find(ctx: Any, op: str, params: dict[str, Any]) -> Fused | str:
     place = _Place(groups, record, num_sms)
     if op == GATHER:
         return _gather(place, sizes, params)
-    return _sum(op, place, sizes, params)
+    tiles = (few_rows_model.TILE, (matmul_reduce_model.TILE.rows, matmul_reduce_model.TILE.cols))
+    config = params["config"]
+    if config.tile not in (None, *tiles):
+        return f"the fused {op} has tiles of {tiles[0]} and {tiles[1]}, not {config.tile}"
+    if config.num_comm_sms is not None:
+        return f"in the fused {op} every SM sends: there are no num_comm_sms"
+    few = _few_rows(op, place, sizes, params)
+    if config.tile == tiles[0]:
+        return few
+    many = _sum(op, place, sizes, params)
+    if config.tile is None and isinstance(few, Fused) and few.seconds < many.seconds:
+        return few
+    return many
 
 
 class _Place(NamedTuple):
@@ -172,38 +191,22 @@ def _gather(place: _Place, sizes: _Sizes, params: dict[str, Any]) -> Fused | str
     return Fused(seconds, gather_s + sum(products), _rule(call, groups, several=True))
 
 
-def _sum(op: str, place: _Place, sizes: _Sizes, params: dict[str, Any]) -> Fused | str:
+def _sum(op: str, place: _Place, sizes: _Sizes, params: dict[str, Any]) -> Fused:
     groups, record, num_sms = place
     outer, rows, k, (p,), ranks = sizes
     m = outer * rows
-    config, all_reduce = params["config"], op == REDUCE
-    tile = (matmul_reduce_model.TILE.rows, matmul_reduce_model.TILE.cols)
-    if config.tile not in (None, tile):
-        return f"the fused {op} has tiles of {tile}, not {config.tile}"
-    if config.num_comm_sms is not None:
-        return f"in the fused {op} every SM sends: there are no num_comm_sms"
+    all_reduce = op == REDUCE
     plan = matmul_reduce_model.choose(
         record, m, p, k, ranks, all_reduce=all_reduce, num_sms=num_sms
     )
-    num_bytes = m * p * _ITEMSIZE
-    work = cost_model.Work("psum", num_bytes, ranks, num_bytes)
-    if not all_reduce:
-        work = cost_model.Work("psum_scatter", num_bytes, ranks, num_bytes // ranks)
-    total = cost_model.choose(record, work).seconds
-
-    # Of several matrices a rank's rows do not follow each other. The kernel goes by whole tiles
-    # where they lie; others are copied first.
-    several = outer > 1 and not all_reduce
-    in_place = several and rows // ranks % tile[0] == 0
-    strided = several and not in_place
-    copy_s = matmul_model.LAUNCH_S + 2 * m * k * _ITEMSIZE / matmul_model.HBM_BANDWIDTH
+    # The kernel goes by whole tiles where several matrices lie; else their rows are copied first.
+    in_place = outer > 1 and not all_reduce and rows // ranks % matmul_reduce_model.TILE.rows == 0
+    strided = outer > 1 and not all_reduce and not in_place
 
     def call(*pairs: Any, site: Any) -> Any:
         x, w = unfused.joined(*pairs, transpose_w=params["transpose_w"])
-        if strided:
-            x = x.reshape(outer, ranks, rows // ranks, k).swapaxes(0, 1)
         y = matmul_reduce_call.call(
-            x.reshape(m, k),
+            _by_owner(x, ranks) if strided else x.reshape(m, k),
             w,
             site=site,
             plan=plan,
@@ -213,9 +216,62 @@ def _sum(op: str, place: _Place, sizes: _Sizes, params: dict[str, Any]) -> Fused
         )
         return y.reshape(outer, rows if all_reduce else rows // ranks, p)
 
-    seconds = plan.seconds + strided * copy_s
-    unfused_seconds = matmul_model.choose(m, p, k, num_sms).seconds + total
+    seconds = plan.seconds + strided * _copy_seconds(m, k)
+    unfused_seconds = _unfused_sum(place, sizes, all_reduce)
     return Fused(seconds, unfused_seconds, _rule(call, groups, several=False))
+
+
+def _few_rows(op: str, place: _Place, sizes: _Sizes, params: dict[str, Any]) -> Fused | str:
+    """The kernel that exchanges partials right out of registers."""
+    groups, record, num_sms = place
+    outer, rows, k, (p,), ranks = sizes
+    m = outer * rows
+    all_reduce = op == REDUCE
+    plan = few_rows_model.choose(record, m, p, k, ranks, all_reduce=all_reduce, num_sms=num_sms)
+    if plan is None:
+        return str(few_rows_model.why_not(record, m, p, ranks, all_reduce))
+    strided = outer > 1 and not all_reduce
+
+    def call(*pairs: Any, site: Any) -> Any:
+        x, w = unfused.joined(*pairs, transpose_w=params["transpose_w"])
+        y = few_rows_call.call(
+            _by_owner(x, ranks) if strided else x.reshape(m, k),
+            w,
+            site=site,
+            plan=plan,
+            transpose_w=params["transpose_w"],
+            all_reduce=all_reduce,
+        )
+        return y.reshape(outer, rows if all_reduce else rows // ranks, p)
+
+    seconds = plan.seconds + strided * _copy_seconds(m, k)
+    # No part has this tile.
+    forced = params["config"].tile == few_rows_model.TILE
+    unfused_seconds = math.inf if forced else _unfused_sum(place, sizes, all_reduce)
+    return Fused(seconds, unfused_seconds, _rule(call, groups, several=False))
+
+
+def _by_owner(x: Any, ranks: int) -> Any:
+    """The rows of several matrices, [outer, rows, k], as those of one, each rank's together."""
+    outer, rows, k = x.shape
+    return x.reshape(outer, ranks, rows // ranks, k).swapaxes(0, 1).reshape(outer * rows, k)
+
+
+def _copy_seconds(m: int, k: int) -> float:
+    return matmul_model.LAUNCH_S + 2 * m * k * _ITEMSIZE / matmul_model.HBM_BANDWIDTH
+
+
+def _unfused_sum(place: _Place, sizes: _Sizes, all_reduce: bool) -> float:
+    """What the product takes, and after it the sum."""
+    _, record, num_sms = place
+    outer, rows, k, (p,), ranks = sizes
+    m = outer * rows
+    num_bytes = m * p * _ITEMSIZE
+    work = cost_model.Work("psum", num_bytes, ranks, num_bytes)
+    if not all_reduce:
+        work = cost_model.Work("psum_scatter", num_bytes, ranks, num_bytes // ranks)
+    product_s = matmul_model.choose(m, p, k, num_sms).seconds
+    return product_s + cost_model.choose(record, work).seconds
 
 
 _ITEMSIZE = 2  # of what the kernels multiply

@@ -92,14 +92,21 @@ def tiles(itemsize: int = 2) -> tuple[Tile, ...]:
 def candidates(m: int, n: int, k: int, num_sms: int, itemsize: int = 2) -> Iterator[Plan]:
     """The plans for [m, k] @ [k, n], of so many bytes an element, on so many SMs."""
     for tile in tiles(itemsize):
-        num_tiles = _ceil(m, tile.rows) * _ceil(n, tile.cols)
-        yield _plan(tile, m, n, k, itemsize, min(num_sms, num_tiles))
-        for split in SPLITS:
-            num_blocks = resident_clusters(num_sms, split) * split
-            rest = num_tiles % num_blocks if num_blocks else 0
-            if 0 < rest * split <= num_blocks and split * LEAST_STEPS <= _steps(k, itemsize):
-                used = rest * split if rest == num_tiles else num_blocks
-                yield _plan(tile, m, n, k, itemsize, used, rest, split)
+        yield from candidates_of(tile, m, n, k, num_sms, itemsize)
+
+
+def candidates_of(
+    tile: Tile, m: int, n: int, k: int, num_sms: int, itemsize: int = 2
+) -> Iterator[Plan]:
+    """Those with one tile."""
+    num_tiles = _ceil(m, tile.rows) * _ceil(n, tile.cols)
+    yield _plan(tile, m, n, k, itemsize, min(num_sms, num_tiles))
+    for split in SPLITS:
+        num_blocks = resident_clusters(num_sms, split) * split
+        rest = num_tiles % num_blocks if num_blocks else 0
+        if 0 < rest * split <= num_blocks and split * LEAST_STEPS <= _steps(k, itemsize):
+            used = rest * split if rest == num_tiles else num_blocks
+            yield _plan(tile, m, n, k, itemsize, used, rest, split)
 
 
 def choose(

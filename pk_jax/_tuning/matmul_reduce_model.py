@@ -12,8 +12,7 @@ from pk_jax._tuning.hardware import Hardware
 # The kernel has this one alone.
 TILE = matmul_model.TILES[0]
 
-# What a stage of the kernel's pipeline holds of each peer's tile at least: cuda/schedule/
-# partial_layout.h.
+# For more the kernel has no shared memory: cuda/kernels/matmul_reduce.h.
 MOST_RANKS = 9
 
 ENTRY_S = 1.5e-6  # the block's number, before its first tile
