@@ -52,7 +52,7 @@ struct Partial {
 // What a block has in shared memory besides the product's.
 struct ReduceMemory {
   Bulletin<Partial, 4> tiles;  // read by each of the consumers' warps, and the storer
-  Exchange exchange[PartialLayout::kWarps];
+  Ports ports[PartialLayout::kWarps];
   GuestsUpTo<kMatmulReduceRanks> guests;
   int number;  // of the block
 };
@@ -110,7 +110,7 @@ struct ReduceMatmul
       for (int chunk = 0; chunk < PartialLayout::kChunks; ++chunk) {
 #pragma unroll 1
         for (int peer = 0; peer < comm.num_ranks - 1; ++peer)
-          fetch(tile, peer, chunk, Exchange::Taken::after(fetched++));
+          fetch(tile, peer, chunk, Ports::Taken::after(fetched++));
       }
     }
   }
@@ -178,7 +178,7 @@ struct ReduceMatmul
 
  private:
   __device__ __forceinline__ Outlet outlet(int consumer) const {
-    return {this->shared.c[consumer][threadIdx.x % 128 / 32], memory.exchange[threadIdx.x / 32]};
+    return {this->shared.c[consumer][threadIdx.x % 128 / 32], memory.ports[threadIdx.x / 32]};
   }
 
   __device__ __forceinline__ void add_chunk(Pending& pending, int consumer) const {
@@ -189,12 +189,12 @@ struct ReduceMatmul
 
   // A chunk of a peer's tile, for the warp of this lane.
   __device__ __forceinline__ void fetch(int tile, int peer, int chunk,
-                                        const Exchange::Taken& at) const {
+                                        const Ports::Taken& at) const {
     const int warp = threadIdx.x % 32;
-    auto& inbox = memory.exchange[warp].inbox;
+    auto& inbox = memory.ports[warp].inbox;
     inbox.wait_empty(at);
     const int64_t number = int64_t{peer} * all.product.walk.tiles.num_tiles() + tile;
-    ptx::cp_async_bulk_load(Exchange::in(this->shared.c[warp / 4][warp % 4], at),
+    ptx::cp_async_bulk_load(Ports::in(this->shared.c[warp / 4][warp % 4], at),
                             all.scratch.address + number * PartialLayout::kTileBytes +
                                 PartialLayout::offset(warp, chunk),
                             PartialLayout::kChunkBytes,
@@ -208,11 +208,11 @@ struct ReduceMatmul
     const int warp = threadIdx.x % 32, col = tile.col + panel * kPanel;
     const bool own = tile.owner == comm.rank, has_panel = warp < PartialLayout::kWarps;
     const auto panel_of = [&](int warp) -> ResultPanel& {
-      return Exchange::out(this->shared.c[warp / 4][warp % 4]);
+      return Ports::out(this->shared.c[warp / 4][warp % 4]);
     };
     if (has_panel) {
       const int row = tile.row + warp * ResultPanel::kRows;
-      memory.exchange[warp].outbox.wait_full(Exchange::at(panel));
+      memory.ports[warp].outbox.wait_full(Ports::at(panel));
       if (own) {
         panel_of(warp).store(&y.map, all.first_row + row, col);
       } else if (row < all.product.walk.rows && col < all.cols) {
@@ -233,7 +233,7 @@ struct ReduceMatmul
       __syncwarp();
     }
     ptx::cp_async_bulk_wait_group_read<0>();
-    if (has_panel) memory.exchange[warp].outbox.release(0);
+    if (has_panel) memory.ports[warp].outbox.release(0);
   }
 
   // A warp's chunks of a panel, from `first` on: to their place in the scratch of the owner.
@@ -257,7 +257,7 @@ __global__ void __launch_bounds__(Shape::Crew::kThreads, Shape::Crew::kMinBlocks
   extern __shared__ char memory[];
   __shared__ ReduceMemory more;
   auto& shared = set_up<Product>(memory, args.product);
-  if (threadIdx.x < PartialLayout::kWarps) more.exchange[threadIdx.x].init();
+  if (threadIdx.x < PartialLayout::kWarps) more.ports[threadIdx.x].init();
   if (threadIdx.x == 0) {
     more.tiles.init(PartialLayout::kWarps + 1);
   }

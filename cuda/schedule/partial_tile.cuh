@@ -20,7 +20,7 @@ namespace pk {
 
 // What one warp of a consumer hands to the warp that stores, and gets from the one that fetches: a
 // panel at a time, and a few chunks. The rest of the block's shared memory holds operands.
-struct Exchange {
+struct Ports {
   static constexpr int kParts = sizeof(ResultPanel) / PartialLayout::kChunkBytes;
   using Taken = Cursor<kParts>;
 
@@ -51,12 +51,12 @@ struct Exchange {
 // That of this warp, with its buffers.
 struct Outlet {
   ResultPanel (&buffers)[2];
-  Exchange& exchange;
+  Ports& ports;
 
   // The buffer of a panel, when the last one has left it.
   __device__ __forceinline__ ResultPanel& wait(int panel) const {
-    exchange.outbox.wait_empty(Exchange::at(panel));
-    return Exchange::out(buffers);
+    ports.outbox.wait_empty(Ports::at(panel));
+    return Ports::out(buffers);
   }
 
   // The panel is written: to the warp that stores it.
@@ -64,18 +64,18 @@ struct Outlet {
     ptx::fence_proxy_async_shared();
     __syncwarp();
     // Release of the panel; pairs with the wait in the storing warp.
-    if (ptx::elect_one()) exchange.outbox.fill(0);
+    if (ptx::elect_one()) ports.outbox.fill(0);
   }
 
   // This lane's part of what a peer has sent, the `count`th chunk of all that come here.
   __device__ __forceinline__ float4 take(uint32_t count) const {
-    const auto at = Exchange::Taken::after(count);
-    exchange.inbox.wait_full(at);
+    const auto at = Ports::Taken::after(count);
+    ports.inbox.wait_full(at);
     if (is_first_thread()) timeline::lap(timeline::Did::kWaitPiece);
-    const float4 part = ptx::ld_shared(reinterpret_cast<const float4*>(Exchange::in(buffers, at)) +
-                                       threadIdx.x % 32);
+    const float4 part =
+        ptx::ld_shared(reinterpret_cast<const float4*>(Ports::in(buffers, at)) + threadIdx.x % 32);
     __syncwarp();
-    if (ptx::elect_one()) exchange.inbox.release(at.stage);
+    if (ptx::elect_one()) ports.inbox.release(at.stage);
     return part;
   }
 };
