@@ -1,12 +1,12 @@
 // The kernel of matmul_reduce_scatter and matmul_all_reduce: the main loop of matmul.cuh over the
 // partial tiles of all owners, which leave to them, or are added up, under the next one's products.
 //
-//   mover       loads, tile i       | loads, tile i + 1                                     | ...
-//   consumers   wgmma, tile i       | wgmma, tile i + 1;  tile i: panels to send, or sums   | ...
-//   storer      panels, tile i - 1  | panels, tile i: to the owner and announced, or to y   | ...
+//   mover       loads, tile i | loads, tile i + 1, and pieces of what peers sent for tile i | ...
+//   consumers   wgmma, tile i | wgmma, tile i + 1;  tile i: panels to send, or pieces to add  | ...
+//   storer      panels of tile i - 1 | panels of tile i, to the owner's scratch, announced; or to y
 //
-// The fetcher waits for the peers' tiles, the storer for its own stores to arrive. Consumers wait
-// for neither, unless the link falls behind.
+// The mover waits for the peers' tiles, in front of what it loads of them; the storer for its own
+// stores to arrive. Consumers wait for neither, unless the link falls behind.
 //
 // Entry: the storer invites the peers while the first tile is being made, and waits for the
 // invitations of those whom its block sends something. Exit: the block of the same number of such a
@@ -21,7 +21,6 @@
 #pragma once
 
 #include "kernels/matmul.cuh"
-#include "kernels/matmul_reduce.h"
 #include "schedule/bulletin.cuh"
 #include "schedule/inter_sm.cuh"
 #include "schedule/partial_layout.h"
@@ -52,9 +51,10 @@ struct Partial {
 // What a block has in shared memory besides the product's.
 struct ReduceMemory {
   Bulletin<Partial, 4> tiles;  // read by each of the consumers' warps, and the storer
-  Ports ports[PartialLayout::kWarps];
-  GuestsUpTo<kMatmulReduceRanks> guests;
-  int number;  // of the block
+  Outbox outbox[PartialLayout::kWarps];
+  GuestsUpTo<PartialLayout::kMostRanks> guests;
+  uint32_t arrived;  // own tiles that all peers have sent
+  int number;        // of the block
 };
 
 struct NoEpilogue {};
@@ -65,6 +65,10 @@ struct ReduceMatmul
   using Base = Matmul<Shape, kType, Major::kK, kMajorB, ScatterWalk, WholeSource, NoEpilogue>;
   using typename Base::At, typename Base::Part, typename Base::Tile;
   using Pending = PartialTile<kType, Shape::kConsumerN>;
+  static_assert(sizeof(typename Base::Memory::B) == PartialLayout::kStageBytes);
+  // A consumer that waits for a piece may hold two steps and the piece between them.
+  static_assert(Shape::kStages >= 4);
+  static_assert(PartialLayout::kMostRanks <= ScatterWalk::kMostRanks);
 
   const ReduceArgs& all;
   const Waiter& waiter;
@@ -74,66 +78,67 @@ struct ReduceMatmul
     const ScatterWalk& walk = all.product.walk;
     At at;
     ScatterWalk::Parts parts(walk, memory.number);
-    for (uint32_t count = 0;; ++count) {
+    uint32_t count = 0;      // tiles
+    uint32_t own = 0;        // own ones
+    int tile = 0, left = 0;  // the last of them, and pieces of it that are not loaded
+    while (true) {
       const Part part = parts.next();
       const int col = part.n * Shape::kN;
       const bool some = part.num_steps > 0;
-      memory.tiles.write(count, {some ? part.owner : -1, part.m * Shape::kM, col, part.tile});
-      if (!some) return;
+      memory.tiles.write(count++, {some ? part.owner : -1, part.m * Shape::kM, col, part.tile});
       const RowsOfA rows{&all.product.a, part.row(Shape::kM)};
-      for (int step = 0; step < part.num_steps; ++step)
-        this->load_step(rows, col, step * kBlockK, 0, at);
+      for (int step = 0; step < part.num_steps || left > 0; ++step) {
+        if (step < part.num_steps) this->load_step(rows, col, step * kBlockK, 0, at);
+        if (!all.layout.adds(left, part.num_steps - 1 - step)) continue;
+        load_piece(tile, all.layout.num_pieces() - left--, own, at);
+      }
+      if (!some) return;
+      if (!walk.is_own(part)) continue;
+      ++own;
+      tile = part.tile;
+      left = all.layout.num_pieces();
     }
   }
 
-  // The fetcher: waits for the peers' parts of an own tile, and brings them to the consumers'
-  // warps, a lane for each.
+  // The watcher: polls once for a block, and ahead of the mover.
   __device__ __forceinline__ void communicate() {
     const CommView& comm = waiter.comm;
     const Channel& channel = channel_of(waiter);
-    const ScatterWalk& walk = all.product.walk;
-    const int lane = threadIdx.x % 32, count = walk.count(comm.rank, memory.number);
+    const int lane = threadIdx.x % 32, count = all.product.walk.count(comm.rank, memory.number);
     const uint32_t before = channel.staged_before[memory.number];
-    uint32_t fetched = 0;
-    for (int own = 0; own < count; ++own) {
+    for (int own = 1; own <= count; ++own) {
       if (lane < comm.num_ranks && lane != comm.rank) {
         // Acquire of the peer's tile; pairs with the release in its store().
         wait_signal(waiter, Slot::kStaged, lane, &channel.staged[lane][memory.number],
-                    before + own + 1);
+                    before + own);
       }
-      __syncwarp();  // for memory: what the lanes have acquired
+      __syncwarp();
       if (lane == 0) timeline::lap(Did::kWaitFlags, own);
-      if (lane >= PartialLayout::kWarps) continue;
-      ptx::fence_proxy_async();  // bulk copies read it
-      const int tile = walk.first_tile(comm.rank, memory.number) + own * walk.tiles.num_blocks;
-#pragma unroll 1
-      for (int chunk = 0; chunk < PartialLayout::kChunks; ++chunk) {
-#pragma unroll 1
-        for (int peer = 0; peer < comm.num_ranks - 1; ++peer)
-          fetch(tile, peer, chunk, Ports::Taken::after(fetched++));
-      }
+      // Passes on what the lanes have acquired; pairs with the acquire in load_piece().
+      if (lane == 0) ptx::st_release_cta(&memory.arrived, own);
     }
   }
 
   __device__ __forceinline__ void consume(int consumer) {
     auto& shared = ptx::kept(this->shared);
     const int num_steps = all.product.walk.tiles.num_steps;
-    Pending pending;
+    Pending pending(shared.c[consumer], memory.outbox[threadIdx.x / 32]);
     At at;
     for (uint32_t count = 0;; ++count) {
       const int owner = memory.tiles.read(count).owner;
       Tile tile;
       if (owner >= 0) {
         this->multiply(shared, tile, consumer * 64, 0, num_steps, at, [&](int step) {
-          if (all.layout.adds(pending.to_add(), num_steps - 1 - step)) add_chunk(pending, consumer);
-          if (pending.to_send() > 0 && all.layout.sends(step)) pending.send_panel(outlet(consumer));
+          if (all.layout.adds(pending.to_add(), num_steps - 1 - step))
+            add_piece(shared, pending, consumer, at);
+          if (pending.to_send() > 0 && all.layout.sends(step)) pending.send_panel();
         });
         if (is_first_thread()) timeline::lap(Did::kMultiply, count, owner);
       }
-      while (pending.to_add() > 0) add_chunk(pending, consumer);
-      while (pending.to_send() > 0) pending.send_panel(outlet(consumer));
+      while (pending.to_add() > 0) add_piece(shared, pending, consumer, at);
+      while (pending.to_send() > 0) pending.send_panel();
       if (owner < 0) return;
-      pending.take(tile, owner == waiter.comm.rank);
+      pending.take(tile, owner == waiter.comm.rank, all.layout);
     }
   }
 
@@ -166,7 +171,7 @@ struct ReduceMatmul
         timeline::lap(Did::kSend, timeline::kNoId, tile.owner, PartialLayout::kTileBytes);
       }
     }
-    // The fetcher has read it: it was before the last own tile.
+    // The watcher has read it: it was before the last own tile.
     if (lane == 0) channel.staged_before[memory.number] += walk.count(rank, memory.number);
     const uint32_t epoch = this_epoch(channel);
     if (all.all_reduce) {
@@ -177,42 +182,58 @@ struct ReduceMatmul
   }
 
  private:
-  __device__ __forceinline__ Outlet outlet(int consumer) const {
-    return {this->shared.c[consumer][threadIdx.x % 128 / 32], memory.ports[threadIdx.x / 32]};
+  // A piece of an own tile, of all peers, into the next stage, when so many own tiles have arrived.
+  __device__ __forceinline__ void load_piece(int tile, int piece, uint32_t arrived, At& at) {
+    const int lane = threadIdx.x % 32, peers = waiter.comm.num_ranks - 1;
+    const uint32_t bytes = all.layout.piece_bytes();
+    if (piece == 0) {
+      if (lane == 0) timeline::lap(Did::kLoad);
+      // Without a limit of its own: the watcher has one.
+      while (ptx::ld_acquire_cta(&memory.arrived) < arrived) {
+      }
+      if (lane == 0) timeline::lap(Did::kWaitRows, arrived);
+      ptx::fence_proxy_async();  // bulk copies read what generic loads have acquired
+    }
+    this->shared.pipeline.wait_empty(at);
+    if (lane == 0) this->shared.pipeline.expect(at, bytes * peers);
+    __syncwarp();
+    if (lane < peers) {
+      const int64_t from = lane * int64_t{all.product.walk.tiles.num_tiles()} + tile;
+      ptx::cp_async_bulk_load(
+          reinterpret_cast<char*>(this->shared.b[at.stage].data) + lane * bytes,
+          all.scratch.address + from * PartialLayout::kTileBytes + piece * bytes, bytes,
+          &this->shared.pipeline.full[at.stage]);
+    }
+    at.advance();
   }
 
-  __device__ __forceinline__ void add_chunk(Pending& pending, int consumer) const {
+  __device__ __forceinline__ void add_piece(typename Base::Memory& shared, Pending& pending,
+                                            int consumer, At& at) {
     if (is_first_thread()) timeline::lap(Did::kMultiply);
-    pending.add_chunk(waiter.comm, outlet(consumer));
+    shared.pipeline.wait_full(at);
+    if (is_first_thread()) timeline::lap(Did::kWaitPiece);
+    pending.add_piece(waiter.comm, all.layout,
+                      reinterpret_cast<const char*>(shared.b[at.stage].data));
+    ptx::fence_proxy_async_shared();  // these reads, before the copies that fill the stage next
+    sync_consumer(consumer);
+    if (ptx::elect_one()) shared.pipeline.release(at.stage);
     if (is_first_thread()) timeline::lap(Did::kAdd);
-  }
-
-  // A chunk of a peer's tile, for the warp of this lane.
-  __device__ __forceinline__ void fetch(int tile, int peer, int chunk,
-                                        const Ports::Taken& at) const {
-    const int warp = threadIdx.x % 32;
-    auto& inbox = memory.ports[warp].inbox;
-    inbox.wait_empty(at);
-    const int64_t number = int64_t{peer} * all.product.walk.tiles.num_tiles() + tile;
-    ptx::cp_async_bulk_load(Ports::in(this->shared.c[warp / 4][warp % 4], at),
-                            all.scratch.address + number * PartialLayout::kTileBytes +
-                                PartialLayout::offset(warp, chunk),
-                            PartialLayout::kChunkBytes,
-                            inbox.expect(at, PartialLayout::kChunkBytes));
+    at.advance();
   }
 
   // A panel of each of the consumers' warps, a lane for each.
   __device__ __forceinline__ void store_panel(const Partial& tile, int panel) {
     const CommView& comm = waiter.comm;
     const Result& y = all.product.c;
+    const Cursor<2> at = Outbox::at(panel);
     const int warp = threadIdx.x % 32, col = tile.col + panel * kPanel;
     const bool own = tile.owner == comm.rank, has_panel = warp < PartialLayout::kWarps;
     const auto panel_of = [&](int warp) -> ResultPanel& {
-      return Ports::out(this->shared.c[warp / 4][warp % 4]);
+      return this->shared.c[warp / 4][warp % 4][at.stage];
     };
     if (has_panel) {
       const int row = tile.row + warp * ResultPanel::kRows;
-      memory.ports[warp].outbox.wait_full(Ports::at(panel));
+      memory.outbox[warp].wait_full(at);
       if (own) {
         panel_of(warp).store(&y.map, all.first_row + row, col);
       } else if (row < all.product.walk.rows && col < all.cols) {
@@ -233,7 +254,7 @@ struct ReduceMatmul
       __syncwarp();
     }
     ptx::cp_async_bulk_wait_group_read<0>();
-    if (has_panel) memory.ports[warp].outbox.release(0);
+    if (has_panel) memory.outbox[warp].release(at.stage);
   }
 
   // A warp's chunks of a panel, from `first` on: to their place in the scratch of the owner.
@@ -242,8 +263,13 @@ struct ReduceMatmul
     const int64_t tiles = all.product.walk.tiles.num_tiles();
     const int64_t number = peer_index(waiter.comm.rank, tile.owner) * tiles + tile.tile;
     char* to = memory.guests.address[0][tile.owner] + number * PartialLayout::kTileBytes;
-    ptx::cp_async_bulk_store(to + PartialLayout::offset(warp, first), panel.data,
-                             sizeof panel.data);
+    const char* from = reinterpret_cast<const char*>(panel.data);
+#pragma unroll 1
+    for (int i = 0; i < Pending::kChunksOfPanel; i += all.layout.chunks()) {
+      ptx::cp_async_bulk_store(to + all.layout.offset(warp, first + i),
+                               from + i * PartialLayout::kChunkBytes,
+                               all.layout.chunks() * PartialLayout::kChunkBytes);
+    }
   }
 };
 
@@ -252,14 +278,15 @@ __global__ void __launch_bounds__(Shape::Crew::kThreads, Shape::Crew::kMinBlocks
     matmul_reduce(const __grid_constant__ CommView comm, const __grid_constant__ ReduceArgs args) {
   using Product = ReduceMatmul<Shape, kType, kMajorB>;
   constexpr int kSharedBytes = 227 << 10;  // of a block at most, with the number of its arrival
-  static_assert(sizeof(typename Product::Memory) + kSwizzleBytes + sizeof(ReduceMemory) <=
-                kSharedBytes - 64);
+  static_assert(sizeof(typename Product::Memory) + kSwizzleBytes + sizeof(ReduceMemory) <
+                kSharedBytes - 128);
   extern __shared__ char memory[];
   __shared__ ReduceMemory more;
   auto& shared = set_up<Product>(memory, args.product);
-  if (threadIdx.x < PartialLayout::kWarps) more.ports[threadIdx.x].init();
+  if (threadIdx.x < PartialLayout::kWarps) more.outbox[threadIdx.x].init(1);
   if (threadIdx.x == 0) {
     more.tiles.init(PartialLayout::kWarps + 1);
+    more.arrived = 0;
   }
   const Op op = args.all_reduce ? Op::kMatmulAllReduce : Op::kMatmulReduceScatter;
   const Waiter waiter{comm, op, args.channel};

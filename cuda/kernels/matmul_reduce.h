@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "schedule/partial_layout.h"
 #include "tile/comm_view.h"
 #include "tile/published.h"
 
@@ -32,7 +33,7 @@ struct MatmulReducePlan {
   int lead;        // see schedule/scatter_walk.h
 };
 
-inline constexpr int kMatmulReduceRanks = 9;  // for more there is no shared memory
+inline constexpr int kMatmulReduceRanks = PartialLayout::kMostRanks;
 
 // Rows of the result that each rank adds up; with an all_reduce whole tiles, so that none belongs
 // to two ranks, and fewer, or none, on the last ranks.

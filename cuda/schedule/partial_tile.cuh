@@ -14,69 +14,15 @@
 #include "tile/comm_view.h"
 #include "tile/pipeline.cuh"
 #include "tile/register_tile.cuh"
-#include "tile/timeline.cuh"
 
 namespace pk {
 
-// What one warp of a consumer hands to the warp that stores, and gets from the one that fetches: a
-// panel at a time, and a few chunks. The rest of the block's shared memory holds operands.
-struct Ports {
-  static constexpr int kParts = sizeof(ResultPanel) / PartialLayout::kChunkBytes;
-  using Taken = Cursor<kParts>;
-
-  Pipeline<1> outbox;
-  Pipeline<kParts> inbox;
-
-  // One thread, before the block meets.
-  __device__ void init() {
-    outbox.init(1);
-    inbox.init(1);
-  }
-
-  // The round of a panel. Each tile has an even number of them, so those of all tiles begin with
-  // the same parity.
-  static __device__ __forceinline__ Cursor<1> at(int panel) {
-    return Cursor<1>::after(static_cast<uint32_t>(panel));
-  }
-
-  // The buffers of both, of this warp.
-  static __device__ __forceinline__ ResultPanel& out(ResultPanel (&buffers)[2]) {
-    return buffers[0];
-  }
-  static __device__ __forceinline__ char* in(ResultPanel (&buffers)[2], const Taken& at) {
-    return reinterpret_cast<char*>(buffers[1].data) + at.stage * PartialLayout::kChunkBytes;
-  }
-};
-
-// That of this warp, with its buffers.
-struct Outlet {
-  ResultPanel (&buffers)[2];
-  Ports& ports;
-
-  // The buffer of a panel, when the last one has left it.
-  __device__ __forceinline__ ResultPanel& wait(int panel) const {
-    ports.outbox.wait_empty(Ports::at(panel));
-    return Ports::out(buffers);
-  }
-
-  // The panel is written: to the warp that stores it.
-  __device__ __forceinline__ void hand_over() const {
-    ptx::fence_proxy_async_shared();
-    __syncwarp();
-    // Release of the panel; pairs with the wait in the storing warp.
-    if (ptx::elect_one()) ports.outbox.fill(0);
-  }
-
-  // This lane's part of what a peer has sent, the `count`th chunk of all that come here.
-  __device__ __forceinline__ float4 take(uint32_t count) const {
-    const auto at = Ports::Taken::after(count);
-    ports.inbox.wait_full(at);
-    if (is_first_thread()) timeline::lap(timeline::Did::kWaitPiece);
-    const float4 part =
-        ptx::ld_shared(reinterpret_cast<const float4*>(Ports::in(buffers, at)) + threadIdx.x % 32);
-    __syncwarp();
-    if (ptx::elect_one()) ports.inbox.release(at.stage);
-    return part;
+// The panels of one warp on their way to the warp that stores them.
+struct Outbox : Pipeline<2> {
+  // The buffer of a panel, and its round: each tile takes both buffers an even number of times, so
+  // the rounds of all tiles begin with the same parity.
+  static __device__ __forceinline__ Cursor<2> at(int panel) {
+    return Cursor<2>::after(static_cast<uint32_t>(panel));
   }
 };
 
@@ -86,49 +32,59 @@ class PartialTile {
   static_assert(kCols == PartialLayout::kCols);
   static constexpr int kPanels = kCols / kPanel;
   static_assert(kPanels % 4 == 0);
-  static constexpr int kChunks = PartialLayout::kChunks;
   static constexpr int kChunksOfPanel = kPanel / PartialLayout::kChunkCols;
 
-  // Panels to be sent, if it is a peer's tile, or chunks to be added up, if it is an own one.
+  __device__ __forceinline__ PartialTile(PanelBuffers& buffers, Outbox& outbox)
+      : buffers_(buffers[threadIdx.x % 128 / 32]), outbox_(outbox) {}
+
+  // Panels to be sent, if it is a peer's tile, or pieces to be added, if it is an own one.
   __device__ __forceinline__ int to_send() const { return left_; }
   __device__ __forceinline__ int to_add() const { return -left_; }
 
   // This rank's own partial is rounded too: every rank's enters the sum alike.
-  __device__ __forceinline__ void take(const Accumulator<kCols>& tile, bool own) {
+  __device__ __forceinline__ void take(const Accumulator<kCols>& tile, bool own,
+                                       const PartialLayout& layout) {
     tile_.round(tile);
-    left_ = own ? -kChunks : kPanels;
+    left_ = own ? -layout.num_pieces() : kPanels;
   }
 
   // A panel of a peer's tile, as its owner's threads will read it.
-  __device__ __forceinline__ void send_panel(const Outlet& outlet) {
-    for_index<kPanels>(kPanels - left_--, [&](auto panel) {
-      auto* to = reinterpret_cast<float4*>(outlet.wait(panel).data) + threadIdx.x % 32;
+  __device__ __forceinline__ void send_panel() {
+    for_panel(kPanels - left_--, [&](auto panel) {
+      auto* to = reinterpret_cast<float4*>(buffer(panel).data) + threadIdx.x % 32;
 #pragma unroll
       for (int j = 0; j < kChunksOfPanel; ++j)
         ptx::st_shared(to + 32 * j, chunk(panel * kChunksOfPanel + j));
-      outlet.hand_over();
+      hand_over(panel);
     });
   }
 
-  // Adds the next chunk of an own tile up.
-  __device__ __forceinline__ void add_chunk(const CommView& comm, const Outlet& outlet) {
-    for_index<kChunks>(kChunks + left_++, [&](auto i) {
-      add_chunk<i>(comm, outlet);
-      if constexpr (i % kChunksOfPanel == kChunksOfPanel - 1) {
-        constexpr int panel = i / kChunksOfPanel;
-        tile_.template write_panel<panel>(outlet.wait(panel));
-        outlet.hand_over();
+  // Adds the next piece of an own tile, whose peers' parts lie at `staged`, in rank order.
+  __device__ __forceinline__ void add_piece(const CommView& comm, const PartialLayout& layout,
+                                            const char* staged) {
+    const int first = (layout.num_pieces() + left_++) << layout.chunks_log2;
+    const int in_panel = first % kChunksOfPanel;
+    staged += layout.offset(threadIdx.x / 32, 0) + threadIdx.x % 32 * 16;
+    for_panel(first / kChunksOfPanel, [&](auto panel) {
+#pragma unroll
+      for (int j = 0; j < kChunksOfPanel; ++j) {
+        if (j < in_panel || j >= in_panel + layout.chunks()) continue;
+        add_chunk(panel * kChunksOfPanel + j, comm, layout.piece_bytes(),
+                  staged + (j - in_panel) * PartialLayout::kChunkBytes);
       }
+      if (in_panel + layout.chunks() < kChunksOfPanel) return;
+      tile_.template write_panel<panel>(buffer(panel));
+      hand_over(panel);
     });
   }
 
  private:
-  // Registers have no index at run time: f(its index as a constant) in one of kCount branches.
-  template <int kCount, typename F>
-  static __device__ __forceinline__ void for_index(int index, F f) {
+  // Registers have no index at run time: f(its index as a constant) in one of kPanels branches.
+  template <typename F>
+  static __device__ __forceinline__ void for_panel(int index, F f) {
     [&]<int... kIndices>(std::integer_sequence<int, kIndices...>) {
       ((index == kIndices ? f(std::integral_constant<int, kIndices>{}) : void()), ...);
-    }(std::make_integer_sequence<int, kCount>{});
+    }(std::make_integer_sequence<int, kPanels>{});
   }
 
   __device__ __forceinline__ float4 chunk(int i) const {
@@ -137,15 +93,19 @@ class PartialTile {
                        __uint_as_float(value[4 * i + 2]), __uint_as_float(value[4 * i + 3]));
   }
 
-  // Adds chunk kIndex of all ranks up, in rank order.
-  template <int kIndex>
-  __device__ __forceinline__ void add_chunk(const CommView& comm, const Outlet& outlet) {
+  // The chunk of each peer's tile is at `staged`, one `pitch` after the other.
+  __device__ __forceinline__ void add_chunk(int i, const CommView& comm, int pitch,
+                                            const char* staged) {
     float total[8];
 #pragma unroll
     for (float& value : total) value = -0.f;  // which adds nothing to a zero of either sign
 #pragma unroll 1
     for (int rank = 0; rank < comm.num_ranks; ++rank) {
-      const float4 part = rank == comm.rank ? chunk(kIndex) : outlet.take(taken_++);
+      float4 part = chunk(i);
+      if (rank != comm.rank) {
+        part = ptx::ld_shared(reinterpret_cast<const float4*>(staged));
+        staged += pitch;
+      }
       const float pairs[4] = {part.x, part.y, part.z, part.w};
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
@@ -156,12 +116,27 @@ class PartialTile {
     }
 #pragma unroll
     for (int q = 0; q < 4; ++q)
-      tile_.value[4 * kIndex + q] = pack<kType>(total[2 * q], total[2 * q + 1]);
+      tile_.value[4 * i + q] = pack<kType>(total[2 * q], total[2 * q + 1]);
   }
 
+  // Of a panel, when the last one has left it.
+  __device__ __forceinline__ ResultPanel& buffer(int panel) const {
+    outbox_.wait_empty(Outbox::at(panel));
+    return buffers_[Outbox::at(panel).stage];
+  }
+
+  // The panel is written: to the warp that stores it.
+  __device__ __forceinline__ void hand_over(int panel) const {
+    ptx::fence_proxy_async_shared();
+    __syncwarp();
+    // Release of the panel; pairs with the wait in the storing warp.
+    if (ptx::elect_one()) outbox_.fill(Outbox::at(panel).stage);
+  }
+
+  ResultPanel (&buffers_)[2];
+  Outbox& outbox_;
   RoundedTile<kType, kCols> tile_;
-  int left_ = 0;        // below zero: chunks of an own tile
-  uint32_t taken_ = 0;  // chunks from peers, of all tiles
+  int left_ = 0;  // below zero: pieces to be added
 };
 
 }  // namespace pk

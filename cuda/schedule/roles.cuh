@@ -19,6 +19,11 @@ namespace pk {
 // Of the threads of a consumer, for what one of them does for all.
 __device__ __forceinline__ bool is_first_thread() { return threadIdx.x % 128 == 0; }
 
+// The threads of one consumer alone.
+__device__ __forceinline__ void sync_consumer(int consumer) {
+  ptx::named_barrier_sync(1 + consumer, 128);
+}
+
 template <int kNumConsumers>
 struct Roles {
   static constexpr int kConsumers = kNumConsumers;
