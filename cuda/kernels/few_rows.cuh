@@ -89,7 +89,7 @@ struct FewRowsMatmul : Matmul<Shape, kType, Major::kK, kMajorB, MatmulWalk, Whol
     Part part = parts.next();
     if (row >= rows) {
       for (; part.num_steps > 0; part = parts.next())
-        this->skip(shared.pipeline, part.num_steps, at, [](int) {});
+        this->skip(shared.pipeline, consumer, part.num_steps, at, [](int) {});
       return;
     }
     Whole pending;

@@ -8,7 +8,10 @@
 namespace pk::matmul {
 
 // All rows there are, and so few columns that w's are enough for all SMs: 8192 are 128 tiles.
-using FewRowsShape = TileShape<kMostFewRows, StripLayout::kCols, 8>;
+// Warps wait for what the peers' same warps have sent, so they come apart.
+struct FewRowsShape : TileShape<kMostFewRows, StripLayout::kCols, 8> {
+  static constexpr bool kWarpsApart = true;
+};
 
 using FewRowsInstance = InstanceOf<void (*)(CommView, FewRowsArgs)>;
 

@@ -216,7 +216,7 @@ struct ReduceMatmul
                       reinterpret_cast<const char*>(shared.b[at.stage].data));
     ptx::fence_proxy_async_shared();  // these reads, before the copies that fill the stage next
     sync_consumer(consumer);
-    if (ptx::elect_one()) shared.pipeline.release(at.stage);
+    if (is_first_thread()) shared.pipeline.release(at.stage);
     if (is_first_thread()) timeline::lap(Did::kAdd);
     at.advance();
   }

@@ -1,10 +1,7 @@
-// A ring of stages between one producing thread and the warps that consume.
+// A ring of stages between one producing thread and the warps, or warpgroups, that consume.
 //
 //   full[s]   the bytes of stage s are there: completed by bulk copies, waited for by consumers
 //   empty[s]  all consumers are done with stage s: arrived at by each, waited for by the producer
-//
-// Every warp answers for itself, those of a warpgroup too: wgmma does not hold them together, and
-// one that falls a round behind the others would wait for a phase that is past.
 //
 // The waits have no limit: what they wait for is this SM's own copies and warps, and never a peer.
 // Whoever waits for a peer does so before the copies are issued.
@@ -71,7 +68,7 @@ struct Pipeline {
     wait(&full[at.stage], at.round & 1);
   }
 
-  // One thread of each consuming warp, when its reads of the stage are complete (wgmma_wait_group), which
+  // One thread of each consumer, when its reads of the stage are complete (wgmma_wait_group), which
   // is all that wait_empty() waits for.
   __device__ __forceinline__ void release(uint32_t stage) { ptx::mbarrier_arrive(&empty[stage]); }
 
