@@ -20,6 +20,7 @@ from pk_jax import config as _config
 from pk_jax._primitives import checks, fused, product_checks, product_types
 from pk_jax._primitives import collective_matmul as _collective
 from pk_jax._primitives import matmul as _matmul
+from pk_jax._tuning import few_rows_model
 from pk_jax.config import Config
 from pk_jax.local_matmul import matmul
 
@@ -255,12 +256,22 @@ def _resolve(
 ) -> tuple[tuple[Any, ...], Config]:
     """The axes and the Config that an op runs with."""
     _config.check_implementation(op, implementation)
-    return checks.check_axes(op, axis_name), _config.resolve(op, config)
+    resolved = _config.resolve(op, config)
+    if config is not None and config.schedule == "sequential" and _has_few_rows_tile(config):
+        raise ValueError(
+            f"{op} cannot honour config.tile={config.tile} with schedule='sequential': that tile is "
+            "the one of a single kernel for few rows; leave one of the two out"
+        )
+    return checks.check_axes(op, axis_name), resolved
 
 
 def _is_strict(config: Config | None) -> bool:
-    """Whether the schedule is the call's own: one that is a default gives way."""
-    return config is not None and config.schedule is not None
+    """Whether one kernel is asked for by the call itself: what is a default gives way."""
+    return config is not None and (config.schedule is not None or _has_few_rows_tile(config))
+
+
+def _has_few_rows_tile(config: Config) -> bool:
+    return config.tile == few_rows_model.TILE
 
 
 def _in_parts(op: str, implementation: str | None, config: Config, *operands: Any) -> bool:
@@ -270,7 +281,7 @@ def _in_parts(op: str, implementation: str | None, config: Config, *operands: An
     if len(dtypes) > 1:
         reason = f"the operands have dtypes {' and '.join(dtypes)}; convert them to one"
     if reason is not None:
-        fused.refuse(op, implementation, config.schedule, reason)
+        fused.refuse(op, implementation, config, reason)
     return reason is not None
 
 

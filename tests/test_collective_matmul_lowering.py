@@ -116,14 +116,23 @@ def test_few_rows(name, can_run, calls_of):
     sizes, config = ((3, 8, 32), (32, 48)), pk.Config(tile=(128, 64))
     text = calls_of(name, sizes=sizes, config=config, text=True)
     assert "few_rows" in text and ("stablehlo.transpose" in text) == (name == "scatter")
-    # More rows than it has are no reason to fail where only a tile was asked for.
-    many = ((512, 32), (32, 48))
-    assert ops_of(calls_of(name, sizes=many, config=pk.Config(tile=(128, 64)))) == [MOVES[name]]
-    config = pk.Config(schedule="intra_sm", tile=(128, 64))
-    with pytest.raises(
-        NotImplementedError, match="512 rows; the kernel for few rows takes at most"
-    ):
-        calls_of(name, sizes=many, config=config, implementation="cuda")
+
+
+@pytest.mark.parametrize("name", ("scatter", "reduce"))
+def test_the_tile_of_few_rows_with_many(name, can_run, calls_of):
+    """As a default it gives way; of the call itself it is an error, or said once."""
+    many, tile = ((512, 32), (32, 48)), (128, 64)
+    op = FUNCTIONS[name].__name__
+    with pk.use_config(tile=tile):
+        assert ops_of(calls_of(name, sizes=LARGE, config=None)) == [op]
+    for config in (pk.Config(tile=tile), pk.Config(schedule="intra_sm", tile=tile)):
+        with pytest.raises(
+            NotImplementedError, match="512 rows; the kernel for few rows takes at most"
+        ):
+            calls_of(name, sizes=many, config=config, implementation="cuda")
+    assert ops_of(calls_of(name, sizes=many, config=pk.Config(tile=tile))) == [MOVES[name]]
+    with pytest.raises(ValueError, match=r"tile=\(128, 64\) with schedule='sequential'"):
+        calls_of(name, sizes=many, config=pk.Config(schedule="sequential", tile=tile))
 
 
 def test_a_default_of_many_sms_is_that_of_the_parts(can_run, calls_of):

@@ -330,20 +330,21 @@ def _batch_sum(
 def _candidate(ctx: Any, op: str, params: dict[str, Any]) -> Any:
     """The candidate that an op which is being lowered runs by: a name of a rule, or a Fused."""
     platforms = tuple(ctx.module_context.platforms)
-    implementation, schedule = params["implementation"], params["config"].schedule
+    implementation, config = params["implementation"], params["config"]
     if implementation == "reference":
         return "reference"
     if platforms != ("cuda",):
         reason = _selection.why_platform(op, *platforms)
         fall_back(op, implementation, _selection.Decision("reference", reason))
         return "reference"
-    if schedule == "sequential" or fused.nothing_moves(ctx, params):
+    if config.schedule == "sequential" or fused.nothing_moves(ctx, params):
         return "unfused"
     found = fused.find(ctx, op, params)
     if isinstance(found, str):
-        fused.refuse(op, implementation if params["strict"] else None, schedule, found)
+        fused.refuse(op, implementation if params["strict"] else None, config, found)
         return "unfused"
-    return found if schedule is not None or found.seconds < found.unfused_seconds else "unfused"
+    slower = config.schedule is None and found.seconds >= found.unfused_seconds
+    return "unfused" if slower else found
 
 
 def _lower(ctx: Any, *operands: Any, op: str, rules: dict[str, Any], **params: Any) -> Any:

@@ -29,6 +29,7 @@ from pk_jax._tuning import (
     matmul_model,
     matmul_reduce_model,
 )
+from pk_jax.config import Config
 
 GATHER = "all_gather_matmul"
 REDUCE = "matmul_all_reduce"
@@ -54,11 +55,19 @@ def nothing_moves(ctx: Any, params: dict[str, Any]) -> bool:
     return empty or params["axis_size"] == 1
 
 
-def refuse(op: str, implementation: str | None, schedule: str | None, reason: str) -> None:
-    """Says once why an op runs as its parts, if a schedule was asked for; raises it with "cuda"."""
-    if implementation != "reference" and schedule not in (None, "sequential"):
-        asked = f"{op} with schedule={schedule!r}"
-        fall_back(asked, implementation, _selection.Decision("unfused", reason))
+def refuse(op: str, implementation: str | None, config: Config, reason: str) -> None:
+    """Says once why an op runs as its parts, if one kernel was asked for; raises it with "cuda".
+
+    What asks for one kernel: a schedule, or the tile of few rows, which no part has.
+    """
+    if config.schedule not in (None, "sequential"):
+        asked = f"schedule={config.schedule!r}"
+    elif config.tile == few_rows_model.TILE:
+        asked = f"tile={config.tile}"
+    else:
+        return
+    if implementation != "reference":
+        fall_back(f"{op} with {asked}", implementation, _selection.Decision("unfused", reason))
 
 
 def find(ctx: Any, op: str, params: dict[str, Any]) -> Fused | str:
@@ -85,7 +94,8 @@ def find(ctx: Any, op: str, params: dict[str, Any]) -> Fused | str:
     if config.num_comm_sms is not None:
         return f"in the fused {op} every SM sends: there are no num_comm_sms"
     few = _few_rows(op, place, sizes, params)
-    if config.tile == tiles[0]:
+    # That tile as a default gives way where there are more rows than it has.
+    if config.tile == tiles[0] and (isinstance(few, Fused) or params["strict"]):
         return few
     many = _sum(op, place, sizes, params)
     if config.tile is None and isinstance(few, Fused) and few.seconds < many.seconds:

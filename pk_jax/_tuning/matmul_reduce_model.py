@@ -12,7 +12,8 @@ from pk_jax._tuning.hardware import Hardware
 # The kernel has this one alone.
 TILE = matmul_model.TILES[0]
 
-# For more the kernel has no shared memory: cuda/kernels/matmul_reduce.h.
+# What a stage of the kernel's pipeline holds of each peer's tile at least: cuda/schedule/
+# partial_layout.h.
 MOST_RANKS = 9
 
 ENTRY_S = 1.5e-6  # the block's number, before its first tile
