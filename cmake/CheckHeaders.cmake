@@ -22,7 +22,7 @@ foreach(target pk_headers pk_cuda_headers)
   target_link_libraries(${target} PRIVATE pk_tile)
 endforeach()
 
-# What kernels record for timelines is not in the library: the kernels that do, by their headers, and who reads it.
+# What kernels record for timelines is not in the library: the kernels that do are parsed by their headers, and who reads it is compiled.
 add_library(pk_timeline OBJECT cuda/runtime/timeline.cc
             "${CMAKE_BINARY_DIR}/headers/cuda_kernels_all_gather_matmul_cuh.cu"
             "${CMAKE_BINARY_DIR}/headers/cuda_kernels_matmul_reduce_cuh.cu")

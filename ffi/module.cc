@@ -131,6 +131,8 @@ nb::dict build_info() {
   limits["ll_bytes"] = ll_bytes;
   limits["blocks"] = pk::kMaxBlocks;
   limits["tile_flags"] = pk::kTileFlags;
+  limits["few_rows"] = pk::kMostFewRows;
+  limits["few_rows_ranks"] = pk::kFewRowsRanks;
   limits["chunks"] = pk::kChunks;
   limits["chunk_bytes_min"] = pk::kLeastChunkBytes;
   limits["chunk_bytes_max"] = pk::kMostChunkBytes;

@@ -259,8 +259,8 @@ def _resolve(
     resolved = _config.resolve(op, config)
     if config is not None and config.schedule == "sequential" and _has_few_rows_tile(config):
         raise ValueError(
-            f"{op} cannot honour config.tile={config.tile} with schedule='sequential': that tile is "
-            "the one of a single kernel for few rows; leave one of the two out"
+            f"{op} cannot honour config.tile={config.tile} with schedule='sequential': that tile "
+            "is the one of a single kernel for few rows; leave one of the two out"
         )
     return checks.check_axes(op, axis_name), resolved
 

@@ -192,7 +192,8 @@ def problems_of(code: list[Instruction], name: str = "") -> list[str]:
         if len(budgets) != 1 or budgets[0].operands.split(", ")[-1] not in map(hex, registers):
             allowed = " or ".join(map(str, registers))
             found.append(f"USETMAXREG.{kind} not of {allowed}: {[*map(str, budgets)]}")
-    for copy in TENSOR_COPIES[: 1 if FEW_ROWS in name else None]:
+    copies = ("UTMALDG",) if FEW_ROWS in name else TENSOR_COPIES
+    for copy in copies:
         if not any(i.opcode.startswith(copy) for i in code):
             found.append(f"no {copy}")
     local = [i for i in code if re.match(r"(LDL|STL)\b", i.opcode)]

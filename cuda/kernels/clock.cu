@@ -1,6 +1,8 @@
 #include "kernels/clock.h"
 #include "tile/ptx.cuh"
 
+#ifdef PK_JAX_TIMELINE
+
 namespace pk {
 namespace {
 
@@ -28,3 +30,5 @@ cudaError_t launch_clock(ClockTalk* talk, uint32_t count, cudaStream_t stream) {
 }
 
 }  // namespace pk
+
+#endif  // PK_JAX_TIMELINE

@@ -2,8 +2,6 @@
 // 8192. Bytes over the link, each way: (ranks - 1) 2 m p of an all_reduce, twice that by low
 // latency; from some 64 rows on they cost more than the rest of the exchange. Flops: 2 k p times 64
 // or 128 rows.
-#include <algorithm>
-
 #include "kernels/few_rows.h"
 #include "kernels/few_rows_instances.cuh"
 
@@ -39,7 +37,7 @@ cudaError_t launch_few_rows(const CommView& comm, const FewRowsOperands& in,
                             const FewRowsPlan& plan, cudaStream_t stream) {
   if (in.m <= 0 || in.m > kMostFewRows || in.p <= 0 || in.k <= 0 || in.k > kMostSize ||
       (!in.all_reduce && in.m % comm.num_ranks != 0) || comm.num_ranks < 2 ||
-      comm.num_ranks > matmul::kFewRowsRanks ||
+      comm.num_ranks > kFewRowsRanks ||
       in.p > few_rows_most_cols(in.m, comm.num_ranks, in.all_reduce, plan.low_latency) ||
       plan.num_blocks <= 0 || plan.num_blocks > kMaxBlocks)
     return cudaErrorInvalidValue;

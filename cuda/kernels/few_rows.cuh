@@ -17,17 +17,19 @@
 // invitation, for the next one might stand in its place.
 //
 // Progress: block b waits for the peers' blocks of the same number, for a tile that these have sent
-// before they wait for anything of that tile or the next. Blocks start in order on every GPU, so
-// the first resident ones always meet. All ranks run the same grid; with invitations it is checked.
+// before they wait for anything of that tile or the next. Blocks start in order on every GPU, which
+// is observed and not promised, so the first resident ones always meet; by arrival they cannot be
+// numbered, since a cluster's blocks have their parts by their ranks in it. All ranks run the same
+// grid; with invitations it is checked, and by low latency the result does not depend on it.
 #pragma once
 
+#include "kernels/few_rows.h"
 #include "kernels/matmul.cuh"
 #include "schedule/epilogue.cuh"
+#include "schedule/rendezvous.cuh"
 #include "schedule/strip_sum.cuh"
 
 namespace pk::matmul {
-
-inline constexpr int kFewRowsRanks = 9;  // as many as the other products with a sum take
 
 struct FewRowsArgs {
   Args<MatmulWalk> product;  // its c is y

@@ -1,4 +1,4 @@
-// The kernels of matmul_all_reduce for few rows by name.
+// The kernels of matmul_all_reduce and matmul_reduce_scatter for few rows by name.
 #pragma once
 
 #include "kernels/few_rows.cuh"

@@ -45,8 +45,10 @@ struct TileShape {
   static constexpr int kM = kRows, kN = kCols, kStages = kNumStages;
   static constexpr bool kSideBySide = kM == 64;
   static constexpr int kConsumerN = kSideBySide ? kN / kNumConsumers : kN;
-  // Whether a consumer's warps wait, between steps, each for something else. Then every one gives
-  // its stages back by itself. Else one thread does for all four, which is 3 to 4% faster.
+  // Whether a consumer's warps wait for peers between steps, each for something else, and so come
+  // apart without a bound: then every one gives its stages back by itself. Else, where they wait
+  // for this SM alone, one thread does for all four, which is 3 to 4% faster; that wgmma and the
+  // ring keep them within a round is not promised by PTX.
   static constexpr bool kWarpsApart = false;
   static_assert(kSideBySide || kM == 64 * kNumConsumers);
 };
@@ -183,7 +185,8 @@ struct Matmul {
   }
 
   // Gives back the stages of `steps` steps unread. Here no wgmma holds the warps together, so a
-  // barrier does: one that fell a round behind would wait for a phase that is past.
+  // barrier does, unless each gives back for itself: one that fell a round behind would wait for a
+  // phase that is past.
   template <typename Meanwhile>
   __device__ __forceinline__ void skip(Pipeline<Shape::kStages>& pipeline, int consumer, int steps,
                                        At& at, Meanwhile meanwhile) {

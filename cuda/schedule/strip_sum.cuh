@@ -21,7 +21,6 @@
 #include <iterator>
 
 #include "mechanism/low_latency.cuh"
-#include "schedule/rendezvous.cuh"
 #include "schedule/strip_layout.h"
 #include "schedule/tile_flags.cuh"
 #include "tile/register_tile.cuh"
@@ -105,8 +104,8 @@ struct StripSum {
         }
       }
     }
+    __syncwarp();  // lanes part by their rows
     if (low_latency) return;
-    __syncwarp();
     // Release of all lanes' stores, gathered by the barrier; pairs with wait_now() in sum().
     for (int peer = lane(); peer < comm.num_ranks; peer += 32) {
       if (peer != comm.rank && goes_to(peer, strips))

@@ -25,7 +25,7 @@ struct TileFlags {
   // bulk stores are waited for in full, not `.read`, and a fence.proxy.async has followed; or other
   // lanes' stores are gathered by a __syncwarp.
   __device__ __forceinline__ void announce(int peer, int flag) const {
-    // Release of the piece; pairs with the acquire in the peer's wait().
+    // Release of the piece; pairs with the acquire in the peer's wait() or wait_now().
     ptx::st_release_sys(word(peer, waiter.comm.rank, flag), epoch);
   }
 

@@ -25,7 +25,7 @@ STRIP_BYTES = 2 * STRIP_ROWS * STRIP_COLS
 _WHOLE = matmul_model.Tile(128, 64, 4.2e12)
 _HALF = matmul_model.Tile(64, 64, 3.2e12)
 
-# Set before there was a measurement; the three sizes of decision 0015 are within 2%.
+# Guesses; decision 0015 has what was predicted with them, and measured.
 RELEASE_S = 3e-6  # a flag's release: all that the SM has stored must have arrived
 LOAD_S = 0.4e-6  # what has come of two ranks, out of the L2
 STORE_S = 0.5e-6  # to the result
