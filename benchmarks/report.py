@@ -251,9 +251,9 @@ def fused(rows: Rows) -> str:
     found = [row for op in FUSED for row in rows.values() if row.op == op and row.median_us]
     if not found:
         return ""
-    baselines = [name for name in BASELINES if any(name in row.baselines for row in found)]
+    baselines = baselines_of(found)
     head = ["case", "op", "runs as", "pk, us", "product alone", "link alone", "over the larger"]
-    head += [*(BASELINES[name] for name in baselines), "speed-up over the fastest"]
+    head += [*(BASELINES[name] for name in baselines), over_what(baselines)]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for row in found:
         cells = [
@@ -273,19 +273,19 @@ def blocks(rows: Rows) -> str:
     """A row for every block of a network, with the memory that pk's takes beyond XLA's."""
     found = [row for row in rows.values() if row.op == BLOCK and row.median_us]
     if not found:
-        return ""
-    lines = [
-        "| case | runs as | pk, us | arithmetic alone | link alone | over the larger | XLA "
-        "| XLA, hiding | speed-up over the fastest | memory beyond XLA's, MB |",
-        f"|{'---|' * 10}",
-    ]
+        return "Not measured yet."
+    baselines = baselines_of(found)
+    head = ["case", "runs as", "pk, us", "arithmetic alone", "link alone", "over the larger"]
+    head += [*(BASELINES[name] for name in baselines), over_what(baselines)]
+    head += ["memory beyond XLA's, MB"]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for row in found:
         cells = [
             row.id,
             runs_fused(row),
             *map(number, (row.median_us, row.compute_us, row.link_us)),
             f"{row.ratio:.2f}" if row.ratio else "",
-            *(number(row.baselines.get(name)) for name in ("xla", "xla_hiding")),
+            *(number(row.baselines.get(name)) for name in baselines),
             over_fastest(row),
             f"{row.extra_bytes / 1e6:.0f}" if row.extra_bytes is not None else "",
         ]
@@ -298,9 +298,20 @@ def runs_fused(row: records.Record) -> str:
     plan = dict(row.config or {})
     kernels = plan.pop("kernels", None)
     plan.pop("num_blocks", None)
-    if kernels == row.op:
-        kernels = "one kernel"
+    names = {row.op: "one kernel", f"{row.op}_few_rows": "kernel for few rows"}
+    kernels = names.get(kernels, kernels)
     return ", ".join([*([kernels] if kernels else []), *(f"{k} {v}" for k, v in plan.items())])
+
+
+def baselines_of(rows: Iterable[records.Record]) -> list[str]:
+    """What any of the records has of what does a whole product, in the order of the table."""
+    found = {name for row in rows for name in row.baselines}
+    return [name for name in BASELINES if name in found]
+
+
+def over_what(baselines: Sequence[str]) -> str:
+    """The head of the column that `over_fastest` fills."""
+    return f"speed-up over {BASELINES[baselines[0]] if len(baselines) == 1 else 'the fastest'}"
 
 
 def over_fastest(row: records.Record) -> str:
@@ -315,10 +326,11 @@ def made_by(rows: Sequence[records.Record], op: str) -> str:
     """What products with a collective were measured on, and how."""
     newest = max(rows, key=lambda row: row.date or "")
     commits = ", ".join(sorted({(row.commit or "unknown")[:7] for row in rows}))
+    baselines = "; ".join(BASELINES[name] for name in baselines_of(rows)) or "none"
     return (
         f"{newest.ranks}x {newest.gpu}, driver {newest.driver}, CUDA {newest.cuda}, jax "
         f"{newest.jax}, commit {commits}, {(newest.date or '')[:10]}: `python benchmarks/run.py "
-        f"--op {op}`. Medians, random bfloat16, all baselines in the same run."
+        f"--op {op}`. Medians, random bfloat16; baselines, each in the run of its row: {baselines}."
     )
 
 

@@ -44,8 +44,10 @@ def column_parallel_dense(
     With a `sequence_dimension` the rows are gathered by :func:`pk_jax.all_gather_matmul`, one
     gather for several weights. With None every rank has them, and nothing is communicated in the
     forward pass. The gradient of x is, in the first case, one :func:`pk_jax.matmul_reduce_scatter`;
-    in the second ``jax.lax.psum`` by JAX's own rule for what is equal on all ranks, or, under
-    ``check_vma=False``, a part of it on each rank, which are summed where x came from.
+    in the second one ``jax.lax.psum`` by JAX's own rule for what is equal on all ranks, or, under
+    ``check_vma=False``, a part of it on each rank, which are summed where x came from; of parts
+    that ``jax.grad`` makes inside of ``shard_map``, with a :func:`row_parallel_dense` to all rows
+    behind them, the sum is n times too large, and the mean is the gradient.
 
     Args:
         x: [..., m, k], this rank's rows along `sequence_dimension`; or all of them, if that is
@@ -59,7 +61,7 @@ def column_parallel_dense(
             is the same on all ranks.
         preferred_element_type: dtype of the result; None is that of ``jnp.result_type(x, w)``.
         save_gathered: keep the gathered x, n * m * k elements, for the gradient of w; if not, it is
-            gathered again.
+            gathered again. Without effect where `sequence_dimension` is None: nothing is gathered.
         implementation: as in :func:`pk_jax.all_gather_matmul`, or :func:`pk_jax.matmul`.
         config: the knobs of that op.
 
@@ -69,7 +71,7 @@ def column_parallel_dense(
 
     Raises:
         TypeError: an operand or a bias is not an array of numbers of a dtype that goes with the
-            others.
+            others; save_gathered is no flag.
         ValueError: shapes that do not fit; not as many biases as weights; x is typed as equal on
             all ranks although its rows are to be gathered, or as different although they are not;
             a knob that the op does not have.
@@ -88,12 +90,17 @@ def column_parallel_dense(
     axes = checks.check_axes(op, axis_name)
     _check_rows(op, x, axes, sequence_dimension)
     biases = _biases(op, ws, bias, several)
+    save_gathered = checks.check_flag(op, "save_gathered", save_gathered)
     options: dict[str, Any] = {
         "preferred_element_type": preferred_element_type,
         "implementation": implementation,
         "config": config,
     }
     if sequence_dimension is None:
+        for each in ws:
+            product_checks.check_operand(op, "w", each)
+        # Once, before the products: each would cast x itself, and have a psum of its own behind it.
+        x, *_ = _compat.vary_as_operands(x, *ws)
         products = [matmul(x, each, **options) for each in ws]
     else:
         options |= {"axis": sequence_dimension, "save_gathered": save_gathered}

@@ -163,9 +163,29 @@ def test_the_chain_makes_every_product(mesh, name):
     op, case = CASES[name]
     bench = fused_bench.Bench(mesh, op, case)
     for way in ("xla", "default"):
-        text = bench.chain(op.ways(case, 2, ONCE)[way], 5).lower(bench.xs, bench.w).as_text()
+        text = bench.chain(op.ways(case, 2, ONCE)[way], 5).lower(bench.xs, bench.ws).as_text()
         products = {"mlp": 9}.get(name, 1)
         assert text.count("dot_general") == 5 * products
+
+
+def test_the_larger_operand_comes_from_memory(mesh):
+    """A chain has several of it; each is checked with the x that goes with it."""
+    many = fused_bench.Bench(mesh, reduced.REDUCE, CASES["reduce"][1])
+    assert (len(many.xs), len(many.ws)) == (2, 1)
+    case = dataclasses.replace(CASES["reduce"][1], m=2)
+    bench = fused_bench.Bench(mesh, reduced.REDUCE, case, 2)
+    assert len(bench.xs) == len(bench.ws) == 2
+    assert not (bench.ws[0] == bench.ws[1]).all()
+    way = reduced.REDUCE.ways(case, 2, ONCE)["xla"]
+    assert bench.build(way).error < reduced.REDUCE.limit
+    seen = []
+
+    def always_the_first(x, w):
+        seen.append(w)
+        return way.call(x, seen[0])
+
+    with pytest.raises(harness.CheckError):
+        bench.build(way._replace(call=always_the_first))
 
 
 def test_ways_are_what_a_config_can_force():
@@ -176,7 +196,10 @@ def test_ways_are_what_a_config_can_force():
         "inter_sm 128x256/2", "inter_sm 128x256/4", "inter_sm 128x256/8", "inter_sm 128x256/16",
         "inter_sm 128x128/4", "inter_sm 128x128/16",
     ]  # fmt: skip
-    assert list(reduced.REDUCE.ways(None, 2, every))[-2:] == ["sequential", "intra_sm"]
+    few, many = (dataclasses.replace(CASES["reduce"][1], m=m) for m in (128, 129))
+    names = ["sequential", "intra_sm", "intra_sm 128x64"]
+    assert list(reduced.REDUCE.ways(few, 2, every))[-3:] == names
+    assert list(reduced.REDUCE.ways(many, 2, every))[-2:] == names[:2]
 
 
 def test_what_the_calls_of_a_program_do():
@@ -184,6 +207,16 @@ def test_what_the_calls_of_a_program_do():
     call += '"128x256", num_comm_blocks = 4 : i64, num_blocks = 132 : i64}} : (tensor<4xbf16>)'
     assert fused_bench.config_of(call, {"pk_jax_all_gather_matmul": 1}) == {
         "kernels": "all_gather_matmul", "tile": "128x256", "num_comm_sms": 4, "num_blocks": 132,
+    }  # fmt: skip
+    name = "pk_jax_matmul_all_reduce_few_rows"
+    call = f"%3 = stablehlo.custom_call @{name}(%1) {{backend_config = {{num_blocks = 128 : i64, "
+    call += 'protocol = "ll", split_tiles = 0 : i64, split = 2 : i64}} : (tensor<4xbf16>)'
+    assert fused_bench.config_of(call, {name: 1}) == {
+        "kernels": "matmul_all_reduce_few_rows", "protocol": "ll", "split": 2, "num_blocks": 128,
+    }  # fmt: skip
+    call = "@pk_jax_matmul_all_reduce(%1) {backend_config = {lead = 1 : i64, num_blocks = 132 : i64"
+    assert fused_bench.config_of(call, {"pk_jax_matmul_all_reduce": 1}) == {
+        "kernels": "matmul_all_reduce", "lead": 1, "num_blocks": 132,
     }  # fmt: skip
     parts = {"pk_jax_matmul": 2, "pk_jax_all_gather": 1}
     assert fused_bench.config_of("", parts) == {"kernels": "all_gather, 2 matmul"}
@@ -265,7 +298,6 @@ def arguments(**changes):
 
 
 def test_the_command(mesh, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(reduced, "ways", None)
     for name in ("SCATTER", "REDUCE"):
         monkeypatch.setattr(reduced, name, only(getattr(reduced, name), "xla", "default"))
     args = arguments(

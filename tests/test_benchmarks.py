@@ -1,5 +1,6 @@
 """The checkout's benchmarks: their command line, their reports, and what they measure besides."""
 
+import dataclasses
 import pathlib
 import sys
 import types
@@ -314,6 +315,16 @@ def test_report_of_products_with_a_collective():
     cells = "agmm-x | `all_gather_matmul` | one kernel, num_comm_sms 4 | 12 | 10 | 5 | 1.20 | 18"
     assert f"| {cells} | 15 | 1.25x |" in text and "commit 0123456," in text
     assert "| over the larger | XLA | Pallas | speed-up over the fastest |" in text
+    assert text.endswith("baselines, each in the run of its row: XLA; Pallas.")
+    few = dataclasses.replace(
+        row, id="mmar-x", op="matmul_all_reduce", baselines={"xla": 18.0, "xla_dot": 10.0},
+        config={"kernels": "matmul_all_reduce_few_rows", "protocol": "ll", "num_blocks": 128},
+    )  # fmt: skip
+    text = report.fused({few.key: few})
+    assert "| `matmul_all_reduce` | kernel for few rows, protocol ll | 12 |" in text
+    assert (
+        "| over the larger | XLA | speed-up over XLA |" in text and "run of its row: XLA." in text
+    )
     assert report.fused({}) == ""
 
 
@@ -326,7 +337,7 @@ def test_report_of_blocks():
     text = report.blocks({row.key: row})
     kernels = "2 all_gather_matmul, 7 matmul"
     assert f"| mlp-x | {kernels} | 12 | 10 | 5 | 1.20 | 18 | 15 | 1.25x | 3 |" in text
-    assert report.blocks({}) == ""
+    assert report.blocks({}) == "Not measured yet."
 
 
 def test_report_without_records(tmp_path, capsys):

@@ -100,6 +100,9 @@ def test_seconds_rise():
         times = [plan.seconds for plan in found]
         assert all(a <= 1.1 * b for a, b in itertools.pairwise(times))
         assert times[0] < times[-1]
+        for m, seconds in enumerate(times, 1):
+            forced = (model.choose(H200, m, 4096, 1024, n, protocol=p) for p in ("ll", "simple"))
+            assert seconds == min(plan.seconds for plan in forced if plan)
         # Few rows go by low latency, as many as there is room for or as are worth twice the bytes.
         protocols = [plan.protocol for plan in found]
         assert protocols == sorted(protocols) and set(protocols) == {"ll", "simple"}

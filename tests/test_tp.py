@@ -44,11 +44,9 @@ def of_lax(sequence):
 
 
 def operands():
-    shapes = ((2, 2 * N, 3), ((3, 2 * N), (3, 2 * N)), ((2 * N,), None), (2 * N, 5), (5,))
-    leaves, structure = jax.tree.flatten(
-        shapes, is_leaf=lambda s: isinstance(s, tuple) and s[0] in range(99)
-    )
-    return structure.unflatten(values(s, seed=i) / 8 for i, s in enumerate(leaves))
+    shapes = (2, 2 * N, 3), (3, 2 * N), (3, 2 * N), (2 * N,), (2 * N, 5), (5,)
+    x, gate, up, gate_bias, w, bias = (values(s, seed=i) / 8 for i, s in enumerate(shapes))
+    return x, (gate, up), (gate_bias, None), w, bias
 
 
 @pytest.mark.parametrize(
@@ -88,6 +86,16 @@ def test_ops_of_a_layer(sequence, first, last, mesh_of):
     wanted = [first, last] if first != "matmul" else [first, first, last]  # a gather is shared
     assert re.findall(r"= pk_(\w+)\[", text) == wanted
 
+    def gradient(x, *weights):
+        y, pull = jax.vjp(lambda x: f(x, *weights), x)
+        return pull(y)
+
+    text = str(jax.make_jaxpr(gradient)(*operands()))
+    back = ["psum_invariant"] if sequence is None else [first, last]  # one for both weights
+    assert re.findall(r"= (?:pk_)?(\w*(?:psum|gather|scatter|reduce)\w*)\[", text) == [
+        *([] if sequence is None else [first]), last, *back,
+    ]  # fmt: skip
+
 
 def test_a_bias_is_added_in_its_dtype(mesh_of):
     """256 + 1.001 is nearer to 258 than to 256; rounded to bfloat16 first, 1.001 is 1: a tie."""
@@ -121,6 +129,16 @@ ERRORS = {
         lambda x, w: column(x, w, sequence_dimension=None),
         ValueError,
         r"different on the ranks of \['tp'\].* by sequence_dimension",
+    ),
+    "a weight that is no array": (
+        lambda x, w: column(ONES((8, 8), "f4"), (w, 1.0), sequence_dimension=None),
+        TypeError,
+        "column_parallel_dense: w must be an array",
+    ),
+    "no flag": (
+        lambda x, w: column(ONES((8, 8), "f4"), w, sequence_dimension=None, save_gathered="no"),
+        TypeError,
+        "column_parallel_dense: save_gathered must be True or False, got 'no'",
     ),
     "no weights": (lambda x, w: column(x, ()), ValueError, "give one weight at least"),
     "one bias for two": (

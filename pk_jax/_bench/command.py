@@ -35,6 +35,8 @@ def find_mesh(what: str) -> Any:
         return None
     import jax
 
+    from pk_jax._bench.ops import AXIS
+
     devices = jax.devices()
     if len(devices) < 2:
         hint = "; JAX_NUM_CPU_DEVICES=8 makes a CPU count as eight" if on_cpu(devices) else ""
@@ -44,7 +46,7 @@ def find_mesh(what: str) -> Any:
             file=sys.stderr,
         )
         return None
-    return jax.make_mesh((len(devices),), ("x",))
+    return jax.make_mesh((len(devices),), (AXIS,))
 
 
 def on_cpu(devices: Sequence[Any]) -> bool:

@@ -1,11 +1,12 @@
 """Products with a collective: every way to do a case's work is checked, then timed, in one run.
 
 A result is compared with fp32 on every rank, each operand last in turn, before anything is timed; a
-wrong one gets no time. A chain takes several operands in turn, so that a large one comes from
-memory as in a network.
+wrong one gets no time. A chain takes several x in turn, and several weights where these are larger,
+so that the larger operand comes from memory as in a network.
 """
 
 import functools
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -26,18 +27,23 @@ from pk_jax._bench.ops import AXIS
 CHAIN_US = 10e3
 FEWEST_CALLS, MOST_CALLS = 8, 60  # the former on CPUs
 EXPECTED_FLOPS = 650e12
-# So many bytes of x that it does not stay in the L2.
-X_BYTES = 120 << 20
+# So many bytes of a rank's x, or of its weights if these are more, that none stays in the L2.
+OPERAND_BYTES = 120 << 20
 # Of products that nobody times.
 UNTUNED = {"xla_gpu_autotune_level": 0}
-# What weights are drawn from; x is drawn from the numbers after 0.
+# What weights are drawn from, the numbers after this; x is drawn from those after 0.
 WEIGHTS_SEED = 1000
 
-FUSED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-_ATTRIBUTES = {
-    "tile": r'\btile = "(\w+)"',
-    "num_comm_sms": r"\bnum_comm_blocks = (\d+)",
-    "num_blocks": r"\bnum_blocks = (\d+)",
+# What a record says of a call's plan, by the attributes of its custom call.
+_PLAN = {"tile": "tile", "num_comm_sms": "num_comm_blocks", "num_blocks": "num_blocks"}
+_SUM_PLAN = {"lead": "lead", "num_blocks": "num_blocks"}
+_FEW_ROWS_PLAN = {"protocol": "protocol", "split": "split", "num_blocks": "num_blocks"}
+PLANS = {
+    "all_gather_matmul": _PLAN,
+    "matmul_reduce_scatter": _SUM_PLAN,
+    "matmul_all_reduce": _SUM_PLAN,
+    "matmul_reduce_scatter_few_rows": _FEW_ROWS_PLAN,
+    "matmul_all_reduce_few_rows": _FEW_ROWS_PLAN,
 }
 
 
@@ -122,17 +128,23 @@ class Bench:
         wanted = 0 if self.keep_all else math.ceil(CHAIN_US / self.expected_us)
         self.num_calls = num_calls or max(FEWEST_CALLS, min(MOST_CALLS, wanted))
         x_shape, w_shapes = op.draw(case, self.ranks)
-        count = max(2, min(8, math.ceil(X_BYTES * self.ranks / (2 * math.prod(x_shape)))))
-        self._errors = functools.cache(self._make_errors)
-        draw = functools.cache(self._draw)
-        self.xs = [draw(x_shape, op.x_spec)(seed) for seed in range(2 if self.keep_all else count)]
         specs, tree = jax.tree.flatten(op.w_specs, is_leaf=_is_spec)
         shapes = tree.flatten_up_to(w_shapes)
-        weights = [
-            draw(shape, spec)(WEIGHTS_SEED + i) / math.sqrt(shape[0])
-            for i, (shape, spec) in enumerate(zip(shapes, specs, strict=True))
+        x_size, w_size = math.prod(x_shape), sum(map(math.prod, shapes))
+        count = math.ceil(OPERAND_BYTES * self.ranks / (2 * max(x_size, w_size)))
+        count = 2 if self.keep_all else max(2, min(8, count))
+        self._errors = functools.cache(self._make_errors)
+        draw = functools.cache(self._draw)
+        self.xs = [draw(x_shape, op.x_spec)(seed) for seed in range(count)]
+        seeds = itertools.count(WEIGHTS_SEED)
+        # One for all calls, or as many as there are of x.
+        self.ws = [
+            tree.unflatten(
+                draw(shape, spec)(next(seeds)) / math.sqrt(shape[0])
+                for shape, spec in zip(shapes, specs, strict=True)
+            )
+            for _ in range(count if w_size > x_size else 1)
         ]
-        self.w = jax.tree.unflatten(tree, weights)
 
     def _draw(self, shape: tuple[int, ...], spec: P) -> Callable[[int], jax.Array]:
         lies = NamedSharding(self.mesh, spec)
@@ -154,27 +166,30 @@ class Bench:
         return [local(x) for x in self.xs]
 
     def chain(self, way: Way, num_calls: int) -> Any:
-        """A program of so many calls, (xs, w) -> the last result of each rank, stacked.
+        """A program of so many calls, (xs, ws) -> the last result of each rank, stacked.
 
         With `keep_all` the results of all calls.
         """
         lies = NamedSharding(self.mesh, self.op.out_spec)
 
-        def calls(xs: Any, w: Any) -> Any:
+        def calls(xs: Any, ws: Any) -> Any:
+            w_of_call = itertools.cycle(ws)  # calls are traced in their order
+
             def call(x: Any) -> Any:
-                y = way.call(x, w)
+                y = way.call(x, next(w_of_call))
                 return lax.with_sharding_constraint(y, lies) if way.whole else y
 
             return timing.chain(call, num_calls, xs, self.keep_all)
 
         if way.whole:
             stack = self.mapped(_stacked, self.op.out_spec)
-            return jax.jit(lambda xs, w: stack(calls(xs, w)))
+            return jax.jit(lambda xs, ws: stack(calls(xs, ws)))
+        w_specs = [self.op.w_specs] * len(self.ws)
         if way.kind == "alone":
-            parts = lambda xs, w: _stacked(calls([x[0] for x in xs], w))  # noqa: E731
-            return jax.jit(self.mapped(parts, (P(AXIS), self.op.w_specs)))
-        parts = lambda xs, w: _stacked(calls(xs, w))  # noqa: E731
-        return jax.jit(self.mapped(parts, (self.op.x_spec, self.op.w_specs)))
+            parts = lambda xs, ws: _stacked(calls([x[0] for x in xs], ws))  # noqa: E731
+            return jax.jit(self.mapped(parts, (P(AXIS), w_specs)))
+        parts = lambda xs, ws: _stacked(calls(xs, ws))  # noqa: E731
+        return jax.jit(self.mapped(parts, (self.op.x_spec, w_specs)))
 
     def build(self, way: Way) -> Built:
         """Compiles the chain of a way, and checks its results.
@@ -184,7 +199,7 @@ class Bench:
             timing.ChainError: the program is not what it should be.
         """
         xs = self.rows if way.kind == "alone" else self.xs
-        lowered = self.chain(way, self.num_calls).lower(xs, self.w)
+        lowered = self.chain(way, self.num_calls).lower(xs, self.ws)
         if way.refuses is not None and way.refuses in lowered.as_text():
             raise NotImplementedError(f"the program has {way.refuses}")
         compiled = lowered.compile(compiler_options=dict(way.options) or None)
@@ -198,7 +213,7 @@ class Bench:
         if any(n % self.num_calls for n in calls.values()):
             raise timing.ChainError(f"{calls} in a chain of {self.num_calls} calls")
         others = {k: n for k, n in counts.items() if k not in timing.FREE and k not in calls}
-        program = timing.Program(compiled, (xs, self.w), self.num_calls, self.expected_us)
+        program = timing.Program(compiled, (xs, self.ws), self.num_calls, self.expected_us)
         memory = compiled.memory_analysis()
         return Built(
             program,
@@ -212,10 +227,11 @@ class Bench:
         """The largest relative norm of an error on any rank, each operand last in turn."""
         xs, found = self.rows if alone else self.xs, []
         for i in range(len(xs)):
-            last = (i + (self.num_calls - 1) % len(xs)) % len(xs)
-            got = compiled(xs[i:] + xs[:i], self.w)
+            last = (i + self.num_calls - 1) % len(xs)
+            first_w = i % len(self.ws)
+            got = compiled(xs[i:] + xs[:i], self.ws[first_w:] + self.ws[:first_w])
             got = got[-1] if self.keep_all else got
-            errors = self._errors(alone)(got, self.xs[last], self.w)
+            errors = self._errors(alone)(got, self.xs[last], self.ws[last % len(self.ws)])
             found.append(float(np.max(errors)))  # NumPy's keeps a NaN of any rank
         return max(found, key=lambda error: math.inf if math.isnan(error) else error)
 
@@ -251,11 +267,11 @@ def config_of(stablehlo: str, calls: Mapping[str, int]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "kernels": ", ".join(name if n == 1 else f"{n} {name}" for name, n in names.items())
     }
-    fused = [name for name in names if name in FUSED]
-    if len(fused) == 1 and len(names) == 1:
-        (call,) = re.findall(rf"@pk_jax_{fused[0]}\(.*", stablehlo)[:1]
-        for key, pattern in _ATTRIBUTES.items():
-            if value := re.search(pattern, call):
+    (name, *more) = names
+    if name in PLANS and not more:
+        (call,) = re.findall(rf"@pk_jax_{name}\(.*", stablehlo)[:1]
+        for key, attribute in PLANS[name].items():
+            if value := re.search(rf'\b{attribute} = "?(\w+)', call):
                 found[key] = int(value[1]) if value[1].isdigit() else value[1]
     return found
 
