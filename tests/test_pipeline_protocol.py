@@ -3,9 +3,9 @@
 One mover fills the stages in turn; the four warps of a consumer read each of them, and between two
 steps a warp may be held up by something of its own, as those of `cuda/kernels/few_rows.cuh` are by
 what a peer's same warp sends. Barriers are mbarriers, a count of arrivals and the parity of a
-phase, so that whoever comes two phases late waits for ever (`cuda/tile/pipeline.cuh`). PTX does not say
-that wgmma holds the warps of a warpgroup together; the model has it either way. Orders are drawn at
-random; a stage that is filled before all have read it counts as a fault too.
+phase, so that whoever comes two phases late waits for ever (`cuda/tile/pipeline.cuh`). PTX does not
+say that wgmma holds the warps of a warpgroup together; the model has it either way. Orders are
+drawn at random; a stage that is filled before all have read it counts as a fault too.
 """
 
 import random
