@@ -5,8 +5,8 @@
 //   records       |  wait for operands  |       multiply      |   epilogue   |
 //
 // A lap is what was done since the last one of the same warp, so that nothing is kept in registers
-// between the two, no time up to a warp's last lap is left out, and none counts twice. Work that the
-// tensor cores or the TMA do beside is seen by when it is waited for.
+// between the two, no time up to a warp's last lap is left out, and none counts twice. Work that
+// the tensor cores or the TMA do beside is seen by when it is waited for.
 //
 // Unless PK_JAX_TIMELINE is defined both words are empty, and the kernels have the same
 // instructions as without them. With it a lap takes a shared atomic, a read of the clock and a
