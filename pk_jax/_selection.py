@@ -44,7 +44,8 @@ PRODUCTS = ("matmul", "ragged_dot")
 COLLECTIVE_PRODUCTS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 # What no library may call its op: ops and custom calls of pk_jax.
-TAKEN = frozenset((*OPS, *PRODUCTS, *COLLECTIVE_PRODUCTS, "noop"))
+FURTHER_CALLS = ("matmul_reduce_scatter_few_rows", "matmul_all_reduce_few_rows", "noop")
+TAKEN = frozenset((*OPS, *PRODUCTS, *COLLECTIVE_PRODUCTS, *FURTHER_CALLS))
 
 # The ops that are another's custom call.
 _CALLS: dict[str, str] = dict.fromkeys(("pmax", "pmin", "pmean"), "psum")
