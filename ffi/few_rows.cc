@@ -61,20 +61,7 @@ ffi::Error execute(CallSite* call_site, cudaStream_t stream, int32_t device,
     Communicator& communicator = site.communicator(device);
     const ffi::AnyBuffer x = operand(operands, 0), w = operand(operands, 1);
     const ffi::AnyBuffer y = result(results, 0);
-    FewRowsOperands in{};
-    in.m = site.m;
-    in.k = site.k;
-    in.p = site.p;
-    in.transpose_w = site.transpose_w;
-    in.all_reduce = site.all_reduce;
-    in.channel = site.channel;
-    in.pitch_x = pitch_of("x", x, in.m, in.k);
-    in.pitch_w = in.transpose_w ? pitch_of("w", w, in.p, in.k) : pitch_of("w", w, in.k, in.p);
-    in.pitch_y = pitch_of("the result", y, in.all_reduce ? in.m : in.m / site.num_ranks(), in.p);
-    in.bfloat16 = is_bfloat16(x, w, y);
-    if (y.element_type() == ffi::DataType::F32) throw Error("no sums in float32");
-    in.x = x.untyped_data();
-    in.w = w.untyped_data();
+    auto in = operands_of_sum<FewRowsOperands>(site, x, w, y);
     in.y = y.untyped_data();
     size_t scratch_bytes = 0;
     if (!site.to_launch.low_latency) {

@@ -91,4 +91,26 @@ inline bool is_float8(const xla::ffi::AnyBuffer& a, const xla::ffi::AnyBuffer& b
                                     .Attrs<xla::ffi::Dictionary>(),                              \
                                 {xla::ffi::Traits::kCmdBufferCompatible})
 
+// What the products summed over ranks share: the sizes of the call site, and buffers that must fit
+// them. The result's address and scratch are the op's.
+template <typename Operands, typename Site>
+Operands operands_of_sum(const Site& site, const xla::ffi::AnyBuffer& x,
+                         const xla::ffi::AnyBuffer& w, const xla::ffi::AnyBuffer& y) {
+  Operands in{};
+  in.m = site.m;
+  in.k = site.k;
+  in.p = site.p;
+  in.transpose_w = site.transpose_w;
+  in.all_reduce = site.all_reduce;
+  in.channel = site.channel;
+  in.pitch_x = pitch_of("x", x, in.m, in.k);
+  in.pitch_w = in.transpose_w ? pitch_of("w", w, in.p, in.k) : pitch_of("w", w, in.k, in.p);
+  in.pitch_y = pitch_of("the result", y, in.all_reduce ? in.m : in.m / site.num_ranks(), in.p);
+  in.bfloat16 = is_bfloat16(x, w, y);
+  if (y.element_type() == xla::ffi::DataType::F32) throw Error("no sums in float32");
+  in.x = x.untyped_data();
+  in.w = w.untyped_data();
+  return in;
+}
+
 }  // namespace pk

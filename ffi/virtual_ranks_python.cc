@@ -180,34 +180,40 @@ void reduce(const Run& run, const std::string& dtype, const std::string& reducti
   });
 }
 
-// Operands are x, then w, with rows padded to 8 elements of 16 bits; so is the result.
+// Operands are x, then w, with rows padded to 8 elements of 16 bits; so is the result. All but the
+// addresses of a product that is summed over ranks.
+template <typename Operands>
+Operands operands_of_sum(const Run& run, int64_t m, int64_t k, int64_t p, const std::string& dtype,
+                         bool transpose_w, bool all_reduce) {
+  const auto padded = [](int64_t size) { return (size + 7) / 8 * 8; };
+  Operands in{};
+  in.m = m;
+  in.k = k;
+  in.p = p;
+  in.pitch_x = padded(k);
+  in.pitch_w = padded(transpose_w ? k : p);
+  in.pitch_y = padded(p);
+  in.transpose_w = transpose_w;
+  in.bfloat16 = dtype == "bfloat16";
+  in.all_reduce = all_reduce;
+  in.channel = run.channel;
+  const int64_t rows = all_reduce ? m : m / run.ranks.num_ranks();
+  require(run.operand_bytes() == 2 * m * in.pitch_x + 2 * (transpose_w ? p : k) * in.pitch_w &&
+          run.result_bytes() == 2 * rows * in.pitch_y && (in.bfloat16 || dtype == "float16"));
+  return in;
+}
+
 void matmul_reduce(const Run& run, int64_t m, int64_t k, int64_t p, const std::string& dtype,
                    bool transpose_w, bool all_reduce, int lead, int64_t outer) {
-  const auto padded = [](int64_t size) { return (size + 7) / 8 * 8; };
-  const int ranks = run.ranks.num_ranks();
-  MatmulReduceOperands shape{};
+  auto shape = operands_of_sum<MatmulReduceOperands>(run, m, k, p, dtype, transpose_w, all_reduce);
   shape.outer = outer;
-  shape.m = m;
-  shape.k = k;
-  shape.p = p;
-  shape.pitch_x = padded(k);
-  shape.pitch_w = padded(transpose_w ? k : p);
-  shape.pitch_y = padded(p);
-  shape.transpose_w = transpose_w;
-  shape.bfloat16 = dtype == "bfloat16";
-  shape.all_reduce = all_reduce;
-  shape.channel = run.channel;
-  const int64_t x_bytes = 2 * m * shape.pitch_x;
-  require(run.operand_bytes() == x_bytes + 2 * (transpose_w ? p : k) * shape.pitch_w &&
-          run.result_bytes() == 2 * (all_reduce ? m : m / ranks) * shape.pitch_y &&
-          (shape.bfloat16 || dtype == "float16"));
-  const int64_t scratch_bytes = matmul_reduce_scratch(m, p, ranks, all_reduce);
+  const int64_t scratch_bytes = matmul_reduce_scratch(m, p, run.ranks.num_ranks(), all_reduce);
   run.ranks.load(load_matmul_reduce);
   run.go(scratch_bytes, [&](Communicator& communicator, const Plan& plan, int,
                             const VirtualRanks::Buffers& buffers) {
     MatmulReduceOperands in = shape;
     in.x = buffers.source;
-    in.w = buffers.source + x_bytes;
+    in.w = buffers.source + 2 * m * in.pitch_x;
     in.y.address = buffers.result;
     in.scratch.address = buffers.scratch;
     const int num_blocks = plan.num_blocks > 0 ? plan.num_blocks : buffers.num_sms;
@@ -216,33 +222,17 @@ void matmul_reduce(const Run& run, int64_t m, int64_t k, int64_t p, const std::s
   });
 }
 
-// Operands and result as in matmul_reduce(). The plan says the protocol.
+// The plan says the protocol.
 void few_rows(const Run& run, int64_t m, int64_t k, int64_t p, const std::string& dtype,
               bool transpose_w, bool all_reduce, int split_tiles, int split) {
-  const auto padded = [](int64_t size) { return (size + 7) / 8 * 8; };
-  const int ranks = run.ranks.num_ranks();
-  FewRowsOperands shape{};
-  shape.m = m;
-  shape.k = k;
-  shape.p = p;
-  shape.pitch_x = padded(k);
-  shape.pitch_w = padded(transpose_w ? k : p);
-  shape.pitch_y = padded(p);
-  shape.transpose_w = transpose_w;
-  shape.all_reduce = all_reduce;
-  shape.bfloat16 = dtype == "bfloat16";
-  shape.channel = run.channel;
-  const int64_t x_bytes = 2 * m * shape.pitch_x;
-  require(run.operand_bytes() == x_bytes + 2 * (transpose_w ? p : k) * shape.pitch_w &&
-          run.result_bytes() == 2 * (all_reduce ? m : m / ranks) * shape.pitch_y &&
-          (shape.bfloat16 || dtype == "float16"));
-  const int64_t scratch_bytes = few_rows_scratch(m, p, ranks, all_reduce, false);
+  const auto shape = operands_of_sum<FewRowsOperands>(run, m, k, p, dtype, transpose_w, all_reduce);
+  const int64_t scratch_bytes = few_rows_scratch(m, p, run.ranks.num_ranks(), all_reduce, false);
   run.ranks.load(load_few_rows);
   run.go(scratch_bytes, [&](Communicator& communicator, const Plan& plan, int,
                             const VirtualRanks::Buffers& buffers) {
     FewRowsOperands in = shape;
     in.x = buffers.source;
-    in.w = buffers.source + x_bytes;
+    in.w = buffers.source + 2 * m * in.pitch_x;
     in.y = buffers.result;
     in.scratch.address = buffers.scratch;
     const bool low_latency = plan.protocol == Protocol::kLowLatency;
@@ -309,7 +299,7 @@ void all_gather_matmul(const Run& run, int64_t m, int64_t k, int64_t p, const st
                 const VirtualRanks::Buffers& buffers) {
     AllGatherMatmulOperands in = shape;
     in.x = buffers.source;
-    in.w = buffers.source + x_bytes;
+    in.w = buffers.source + 2 * m * in.pitch_x;
     in.gathered.address = buffers.result;
     in.y = buffers.result + n * x_bytes;
     const int blocks = plan.num_blocks > 0 ? plan.num_blocks : buffers.num_sms;

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from two_gpus import draw, on_two_gpus
 from virtual_ranks import plan_words
 
 from pk_jax._primitives.all_gather_matmul_call import call
@@ -214,12 +214,6 @@ def test_an_absent_rank_is_named():
 # Under XLA, on two GPUs
 
 
-def _on_two_gpus(f, in_specs, out_specs):
-    mesh = Mesh(np.array(jax.devices("cuda")[:2]), ("x",))
-    mapped = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return mesh, jax.jit(mapped)
-
-
 def _site(channel=0):
     return {
         "groups": np.array([0, 1], np.int64),
@@ -245,11 +239,6 @@ def _fused(x, weights, *, channel=0, dtype=jnp.bfloat16, comm=None, **kwargs):
     )
 
 
-def _draw(mesh, spec, shape, seed):
-    x = jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
-    return jax.device_put(x, NamedSharding(mesh, spec))
-
-
 def _close(got, x, w, limit=ROUNDED):
     want = np.asarray(x, np.float32) @ np.asarray(w, np.float32)
     assert np.linalg.norm(np.asarray(got, np.float32) - want) <= limit * np.linalg.norm(want)
@@ -265,8 +254,8 @@ def test_two_gpus(shape, comm):
         (gathered,), ((y,),) = _fused(x[None], [w], comm=comm)
         return gathered[None], y
 
-    mesh, program = _on_two_gpus(f, (P("x"), P(None, "x")), (P("x"), P(None, "x")))
-    x, w = _draw(mesh, P("x"), (2 * m, k), 0), _draw(mesh, P(None, "x"), (k, 2 * p), 1)
+    mesh, program = on_two_gpus(f, (P("x"), P(None, "x")), (P("x"), P(None, "x")))
+    x, w = draw(mesh, P("x"), (2 * m, k), 0), draw(mesh, P(None, "x"), (k, 2 * p), 1)
     gathered, y = program(x, w)
     for rank in range(2):
         np.testing.assert_array_equal(np.asarray(gathered[rank]), np.asarray(x))
@@ -284,9 +273,9 @@ def test_two_weights():
         return tuple(y[0] for y in products)
 
     columns = P(None, "x")
-    mesh, program = _on_two_gpus(f, (P("x"), columns, columns), (columns, columns))
-    x = _draw(mesh, P("x"), (600, 520), 0)
-    narrow, wide = _draw(mesh, columns, (520, 200), 1), _draw(mesh, columns, (520, 1040), 2)
+    mesh, program = on_two_gpus(f, (P("x"), columns, columns), (columns, columns))
+    x = draw(mesh, P("x"), (600, 520), 0)
+    narrow, wide = draw(mesh, columns, (520, 200), 1), draw(mesh, columns, (520, 1040), 2)
     for got, w in zip(program(x, narrow, wide), (narrow, wide), strict=True):
         _close(got, x, w)
 
@@ -306,9 +295,9 @@ def test_repeated_in_a_scan(comm):
         return jax.lax.scan(step, x[None], None, length=20)[0]
 
     whole = P(None, None)
-    mesh, program = _on_two_gpus(f, (P("x"), whole, whole), P("x"))
-    x = _draw(mesh, P("x"), (512, 256), 0)
-    w, back = _draw(mesh, whole, (256, 256), 1), _draw(mesh, whole, (256, 256), 2)
+    mesh, program = on_two_gpus(f, (P("x"), whole, whole), P("x"))
+    x = draw(mesh, P("x"), (512, 256), 0)
+    w, back = draw(mesh, whole, (256, 256), 1), draw(mesh, whole, (256, 256), 2)
     got = np.asarray(program(x, w, back))
     # Each rank takes the first rows of what is gathered, so both end with those of rank 0.
     np.testing.assert_array_equal(got[0], got[1])

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from two_gpus import draw, on_two_gpus
 from virtual_ranks import as_bytes, in_rank_order, plan_words, poisoned
 
 import pk_jax as pk
@@ -235,17 +235,6 @@ def _fused(x, w, *, protocol=None, channel=0, all_reduce=True):
     return call(x, w, site=site, plan=plan, transpose_w=False, all_reduce=all_reduce)
 
 
-def _on_two_gpus(f, in_specs, out_specs):
-    mesh = Mesh(np.array(jax.devices("cuda")[:2]), ("x",))
-    mapped = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return mesh, jax.jit(mapped)
-
-
-def _draw(mesh, spec, shape, seed):
-    x = jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
-    return jax.device_put(x, NamedSharding(mesh, spec))
-
-
 @TWO
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize(
@@ -254,11 +243,11 @@ def _draw(mesh, spec, shape, seed):
 def test_two_gpus(shape, protocol):
     """Normal numbers, against the product in fp32; two runs of other operands between two equal."""
     m, k, p = shape
-    mesh, program = _on_two_gpus(
+    mesh, program = on_two_gpus(
         lambda x, w: _fused(x, w, protocol=protocol)[None], (P(None, "x"), P("x")), P("x")
     )
     operands = [
-        (_draw(mesh, P(None, "x"), (m, 2 * k), seed), _draw(mesh, P("x"), (2 * k, p), seed + 1))
+        (draw(mesh, P(None, "x"), (m, 2 * k), seed), draw(mesh, P("x"), (2 * k, p), seed + 1))
         for seed in (0, 2)
     ]
     results = [np.asarray(program(*pair)) for pair in (*operands, *operands)]
@@ -277,14 +266,14 @@ def test_ops_choose_it(m):
     config = pk.Config(schedule="intra_sm", tile=model.TILE)
     for op, out in ((pk.matmul_all_reduce, P()), (pk.matmul_reduce_scatter, P("x"))):
         forced = functools.partial(op, axis_name="x", config=config, implementation="cuda")
-        mesh, program = _on_two_gpus(forced, (P(None, "x"), P("x")), out)
-        _, plain = _on_two_gpus(
+        mesh, program = on_two_gpus(forced, (P(None, "x"), P("x")), out)
+        _, plain = on_two_gpus(
             functools.partial(op, axis_name="x", implementation="reference"),
             (P(None, "x"), P("x")),
             out,
         )
-        x = _draw(mesh, P(None, "x"), (m, 2 * 1000), 0)
-        w = _draw(mesh, P("x"), (2 * 1000, 1032), 1)
+        x = draw(mesh, P(None, "x"), (m, 2 * 1000), 0)
+        w = draw(mesh, P("x"), (2 * 1000, 1032), 1)
         assert "few_rows" in program.lower(x, w).as_text()
         got, want = (np.asarray(f(x, w), np.float32) for f in (program, plain))
         assert np.linalg.norm(got - want) <= 5e-3 * np.linalg.norm(want)
@@ -304,9 +293,9 @@ def test_repeated_in_a_scan(protocol):
 
         return lax.scan(step, x, None, length=40)[0][None]
 
-    mesh, program = _on_two_gpus(f, (P(None, "x"), P("x"), P("x")), P("x"))
-    x, w = _draw(mesh, P(None, "x"), (m, 2 * k), 0), _draw(mesh, P("x"), (2 * k, k), 1)
-    v = _draw(mesh, P("x"), (2 * k, k), 2)
+    mesh, program = on_two_gpus(f, (P(None, "x"), P("x"), P("x")), P("x"))
+    x, w = draw(mesh, P(None, "x"), (m, 2 * k), 0), draw(mesh, P("x"), (2 * k, k), 1)
+    v = draw(mesh, P("x"), (2 * k, k), 2)
     first = np.asarray(program(x, w, v))
     assert np.isfinite(first.astype(np.float32)).all() and first.astype(np.float32).any()
     np.testing.assert_array_equal(first[0], first[1])  # the sum, on both

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from two_gpus import draw, on_two_gpus
 from virtual_ranks import as_bytes, in_rank_order, plan_words, poisoned
 
 from pk_jax._primitives.matmul_reduce_call import call
@@ -214,17 +214,6 @@ def _fused(x, w, *, all_reduce=False, channel=0, lead=1):
     return call(x, w, site=site, plan=plan, transpose_w=False, all_reduce=all_reduce)
 
 
-def _on_two_gpus(f, in_specs, out_specs):
-    mesh = Mesh(np.array(jax.devices("cuda")[:2]), ("x",))
-    mapped = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return mesh, jax.jit(mapped)
-
-
-def _draw(mesh, spec, shape, seed):
-    x = jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
-    return jax.device_put(x, NamedSharding(mesh, spec))
-
-
 @TWO
 @pytest.mark.parametrize("all_reduce", OPS)
 @pytest.mark.parametrize(
@@ -239,9 +228,9 @@ def test_two_gpus(shape, all_reduce):
         y = _fused(x, w, all_reduce=all_reduce)
         return y[None] if all_reduce else y
 
-    mesh, program = _on_two_gpus(f, (P(None, "x"), P("x")), out)
+    mesh, program = on_two_gpus(f, (P(None, "x"), P("x")), out)
     operands = [
-        (_draw(mesh, P(None, "x"), (m, 2 * k), seed), _draw(mesh, P("x"), (2 * k, p), seed + 1))
+        (draw(mesh, P(None, "x"), (m, 2 * k), seed), draw(mesh, P("x"), (2 * k, p), seed + 1))
         for seed in (0, 2)
     ]
     results = [np.asarray(program(*pair)) for pair in (*operands, *operands)]
@@ -269,9 +258,9 @@ def test_repeated_in_a_scan():
 
         return jax.lax.scan(step, x, None, length=30)[0][None]
 
-    mesh, program = _on_two_gpus(f, (P(None, "x"), P("x"), P("x")), P("x"))
-    x, w = _draw(mesh, P(None, "x"), (m, 2 * k), 0), _draw(mesh, P("x"), (2 * k, k), 1)
-    v = _draw(mesh, P("x"), (2 * k, k), 2)
+    mesh, program = on_two_gpus(f, (P(None, "x"), P("x"), P("x")), P("x"))
+    x, w = draw(mesh, P(None, "x"), (m, 2 * k), 0), draw(mesh, P("x"), (2 * k, k), 1)
+    v = draw(mesh, P("x"), (2 * k, k), 2)
     first = np.asarray(program(x, w, v))
     assert np.isfinite(first.astype(np.float32)).all() and first.astype(np.float32).any()
     np.testing.assert_array_equal(first[0], first[1])  # the sum, on both
