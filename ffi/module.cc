@@ -132,6 +132,7 @@ nb::dict build_info() {
   limits["blocks"] = pk::kMaxBlocks;
   limits["tile_flags"] = pk::kTileFlags;
   limits["few_rows"] = pk::kMostFewRows;
+  limits["matmul_reduce_ranks"] = pk::kMatmulReduceRanks;
   limits["few_rows_ranks"] = pk::kFewRowsRanks;
   limits["chunks"] = pk::kChunks;
   limits["chunk_bytes_min"] = pk::kLeastChunkBytes;

@@ -299,7 +299,7 @@ void all_gather_matmul(const Run& run, int64_t m, int64_t k, int64_t p, const st
                 const VirtualRanks::Buffers& buffers) {
     AllGatherMatmulOperands in = shape;
     in.x = buffers.source;
-    in.w = buffers.source + 2 * m * in.pitch_x;
+    in.w = buffers.source + x_bytes;
     in.gathered.address = buffers.result;
     in.y = buffers.result + n * x_bytes;
     const int blocks = plan.num_blocks > 0 ? plan.num_blocks : buffers.num_sms;

@@ -133,11 +133,11 @@ def matmul_reduce_scatter(
 
     Equals ``psum_scatter(x @ w, axis_name, scatter_dimension=scatter_dimension, tiled=True)``. A
     product is accumulated in fp32 and rounded once, to the result's dtype or to
-    ``config.reduce_dtype``, before it crosses the link; what the ranks have is added in rank order
-    in fp32 and rounded once. Where ``jax.lax`` sums on GPUs, because pk's kernels cannot run, it
-    adds in an order of its own. Where the cost model expects it to be faster one kernel multiplies
-    and sums, so that finished tiles travel while the next are made; else the kernels, or
-    ``jax.lax``, do so one after the other.
+    ``config.reduce_dtype``, before it crosses the link; what has come is added in rank order in
+    fp32, to an own part that may be unrounded, and the sum is rounded once. Where ``jax.lax`` sums
+    on GPUs, because pk's kernels cannot run, it adds in an order of its own. Where the cost model
+    expects it to be faster one kernel multiplies and sums, so that finished tiles travel while the
+    next are made; else the kernels, or ``jax.lax``, do so one after the other.
 
     Its gradients share one :func:`all_gather_matmul`, of the cotangent with w transposed: the
     gradient of x is its product, that of w reads what it has gathered. x and w are kept for it.

@@ -71,6 +71,6 @@ def test_few_tiles_take_few_blocks():
 def test_reasons():
     same = (BF16, BF16, BF16)
     assert why_not(512, 64, 64, 8, same, False) is None
-    assert "10 ranks" in str(why_not(640, 64, 64, 10, same, False))
+    assert "20 ranks" in str(why_not(640, 64, 64, 20, same, False))
     assert "float32" in str(why_not(512, 64, 64, 8, (BF16, BF16, np.float32), False))
     assert "4294967296" in str(why_not(1 << 32, 64, 64, 8, same, True))

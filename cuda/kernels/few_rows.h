@@ -35,7 +35,7 @@ struct FewRowsPlan {
 };
 
 inline constexpr int kMostFewRows = 128;
-inline constexpr int kFewRowsRanks = 9;  // as many as the other products with a sum take
+inline constexpr int kFewRowsRanks = 9;
 
 // The most columns that a partial of m rows may have.
 int64_t few_rows_most_cols(int64_t m, int num_ranks, bool all_reduce, bool low_latency);

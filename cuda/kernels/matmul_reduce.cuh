@@ -1,12 +1,18 @@
 // The kernel of matmul_reduce_scatter and matmul_all_reduce: the main loop of matmul.cuh over the
 // partial tiles of all owners, which leave to them, or are added up, under the next one's products.
 //
-//   mover       loads, tile i | loads, tile i + 1, and pieces of what peers sent for tile i | ...
-//   consumers   wgmma, tile i | wgmma, tile i + 1;  tile i: panels to send, or pieces to add  | ...
-//   storer      panels of tile i - 1 | panels of tile i, to the owner's scratch, announced; or to y
+//   mover       loads, tile i     | loads, tile i + 1     | ...
+//   consumers   wgmma, tile i     | wgmma, tile i + 1     | ...     panels of the tile before, and
+//                                                           at the end of an own tile peers' parts
+//   storer      panels, tile i - 1 | panels, tile i       | ...     to the owner's scratch,
+//   announced;
+//                                                           or to y
+//   watcher     what peers have sent
 //
-// The mover waits for the peers' tiles, in front of what it loads of them; the storer for its own
-// stores to arrive. Consumers wait for neither, unless the link falls behind.
+// Three steps before the end of an own tile the consumers ask for the first peer's part of it,
+// whose registers are free by then, and add it to their accumulators after the last; other peers'
+// parts follow. The storer waits for its stores to arrive, the consumers for neither, unless the
+// link falls behind.
 //
 // Entry: the storer invites the peers while the first tile is being made, and waits for the
 // invitations of those whom its block sends something. Exit: the block of the same number of such a
@@ -33,7 +39,6 @@ namespace pk::matmul {
 struct ReduceArgs {
   Args<ScatterWalk> product;  // its c is y
   Published y, scratch;
-  PartialLayout layout;
   int cols;
   int first_row;  // of y that this rank adds up
   int channel;
@@ -52,7 +57,7 @@ struct Partial {
 struct ReduceMemory {
   Bulletin<Partial, 4> tiles;  // read by each of the consumers' warps, and the storer
   Outbox outbox[PartialLayout::kWarps];
-  GuestsUpTo<PartialLayout::kMostRanks> guests;
+  GuestsUpTo<ScatterWalk::kMostRanks> guests;
   uint32_t arrived;  // own tiles that all peers have sent
   int number;        // of the block
 };
@@ -65,42 +70,27 @@ struct ReduceMatmul
   using Base = Matmul<Shape, kType, Major::kK, kMajorB, ScatterWalk, WholeSource, NoEpilogue>;
   using typename Base::At, typename Base::Part, typename Base::Tile;
   using Pending = PartialTile<kType, Shape::kConsumerN>;
-  static_assert(sizeof(typename Base::Memory::B) == PartialLayout::kStageBytes);
-  // A consumer that waits for a piece may hold two steps and the piece between them.
-  static_assert(Shape::kStages >= 4);
-  static_assert(PartialLayout::kMostRanks <= ScatterWalk::kMostRanks);
 
   const ReduceArgs& all;
   const Waiter& waiter;
   ReduceMemory& memory;
 
   __device__ __forceinline__ void load() {
-    const ScatterWalk& walk = all.product.walk;
     At at;
-    ScatterWalk::Parts parts(walk, memory.number);
-    uint32_t count = 0;      // tiles
-    uint32_t own = 0;        // own ones
-    int tile = 0, left = 0;  // the last of them, and pieces of it that are not loaded
-    while (true) {
+    ScatterWalk::Parts parts(all.product.walk, memory.number);
+    for (uint32_t count = 0;; ++count) {
       const Part part = parts.next();
       const int col = part.n * Shape::kN;
       const bool some = part.num_steps > 0;
-      memory.tiles.write(count++, {some ? part.owner : -1, part.m * Shape::kM, col, part.tile});
-      const RowsOfA rows{&all.product.a, part.row(Shape::kM)};
-      for (int step = 0; step < part.num_steps || left > 0; ++step) {
-        if (step < part.num_steps) this->load_step(rows, col, step * kBlockK, 0, at);
-        if (!all.layout.adds(left, part.num_steps - 1 - step)) continue;
-        load_piece(tile, all.layout.num_pieces() - left--, own, at);
-      }
+      memory.tiles.write(count, {some ? part.owner : -1, part.m * Shape::kM, col, part.tile});
       if (!some) return;
-      if (!walk.is_own(part)) continue;
-      ++own;
-      tile = part.tile;
-      left = all.layout.num_pieces();
+      const RowsOfA rows{&all.product.a, part.row(Shape::kM)};
+      for (int step = 0; step < part.num_steps; ++step)
+        this->load_step(rows, col, step * kBlockK, 0, at);
     }
   }
 
-  // The watcher: polls once for a block, and ahead of the mover.
+  // The watcher: polls once for a block, and ahead of the consumers.
   __device__ __forceinline__ void communicate() {
     const CommView& comm = waiter.comm;
     const Channel& channel = channel_of(waiter);
@@ -114,32 +104,50 @@ struct ReduceMatmul
       }
       __syncwarp();
       if (lane == 0) timeline::lap(Did::kWaitFlags, own);
-      // Passes on what the lanes have acquired; pairs with the acquire in load_piece().
+      // Passes on what the lanes have acquired; pairs with the acquire in wait_arrived().
       if (lane == 0) ptx::st_release_cta(&memory.arrived, own);
     }
   }
 
   __device__ __forceinline__ void consume(int consumer) {
     auto& shared = ptx::kept(this->shared);
-    const int num_steps = all.product.walk.tiles.num_steps;
+    const int num_steps = all.product.walk.tiles.num_steps, peers = waiter.comm.num_ranks - 1;
+    const bool early = Pending::leaves_early(num_steps);
     Pending pending(shared.c[consumer], memory.outbox[threadIdx.x / 32]);
     At at;
+    uint32_t own = 0;  // own tiles
     for (uint32_t count = 0;; ++count) {
-      const int owner = memory.tiles.read(count).owner;
+      const Partial part = memory.tiles.read(count);
+      if (part.owner < 0) break;
+      const bool is_own = part.owner == waiter.comm.rank;
+      if (is_own) ++own;
+      pending.spread(num_steps);
       Tile tile;
-      if (owner >= 0) {
-        this->multiply(shared, tile, consumer * 64, 0, num_steps, at, [&](int step) {
-          if (all.layout.adds(pending.to_add(), num_steps - 1 - step))
-            add_piece(shared, pending, consumer, at);
-          if (pending.to_send() > 0 && all.layout.sends(step)) pending.send_panel();
-        });
-        if (is_first_thread()) timeline::lap(Did::kMultiply, count, owner);
+      this->multiply(shared, tile, consumer * 64, 0, num_steps, at, [&](int step) {
+        pending.send_due(step);
+        const int panel = step - (num_steps - Pending::kAhead);
+        if (!is_own || !early || panel < 0 || panel >= Pending::kPanels) return;
+        if (panel == 0) wait_arrived(consumer, own);
+        pending.fetch_panel(sent(part.tile, 0), panel);
+      });
+      if (is_first_thread()) timeline::lap(Did::kMultiply, count, part.owner);
+      pending.send_rest();
+      if (is_own) {
+        if (!early) {
+          wait_arrived(consumer, own);
+          pending.fetch(sent(part.tile, 0));
+        }
+        pending.add_to(tile);
+#pragma unroll 1
+        for (int peer = 1; peer < peers; ++peer) {
+          pending.fetch(sent(part.tile, peer));
+          pending.add_to(tile);
+        }
+        if (is_first_thread()) timeline::lap(Did::kAdd, own);
       }
-      while (pending.to_add() > 0) add_piece(shared, pending, consumer, at);
-      while (pending.to_send() > 0) pending.send_panel();
-      if (owner < 0) return;
-      pending.take(tile, owner == waiter.comm.rank, all.layout);
+      pending.take(tile, is_own);
     }
+    pending.send_rest();
   }
 
   __device__ __forceinline__ void store() {
@@ -159,6 +167,8 @@ struct ReduceMatmul
       if (tile.owner < 0) break;
 #pragma unroll 1
       for (int panel = 0; panel < Pending::kPanels; ++panel) store_panel(tile, panel);
+      ptx::cp_async_bulk_wait_group_read<0>();
+      release(Pending::kPanels - 1);
       if (tile.owner == rank && lane == 0) timeline::lap(Did::kStore);
       if (tile.owner == rank) continue;
       ptx::cp_async_bulk_wait_group<0>();
@@ -182,46 +192,24 @@ struct ReduceMatmul
   }
 
  private:
-  // A piece of an own tile, of all peers, into the next stage, when so many own tiles have arrived.
-  __device__ __forceinline__ void load_piece(int tile, int piece, uint32_t arrived, At& at) {
-    const int lane = threadIdx.x % 32, peers = waiter.comm.num_ranks - 1;
-    const uint32_t bytes = all.layout.piece_bytes();
-    if (piece == 0) {
-      if (lane == 0) timeline::lap(Did::kLoad);
-      // Without a limit of its own: the watcher has one.
-      while (ptx::ld_acquire_cta(&memory.arrived) < arrived) {
-      }
-      if (lane == 0) timeline::lap(Did::kWaitRows, arrived);
-      ptx::fence_proxy_async();  // bulk copies read what generic loads have acquired
-    }
-    this->shared.pipeline.wait_empty(at);
-    if (lane == 0) this->shared.pipeline.expect(at, bytes * peers);
-    __syncwarp();
-    if (lane < peers) {
-      const int64_t from = lane * int64_t{all.product.walk.tiles.num_tiles()} + tile;
-      ptx::cp_async_bulk_load(
-          reinterpret_cast<char*>(this->shared.b[at.stage].data) + lane * bytes,
-          all.scratch.address + from * PartialLayout::kTileBytes + piece * bytes, bytes,
-          &this->shared.pipeline.full[at.stage]);
-    }
-    at.advance();
-  }
-
-  __device__ __forceinline__ void add_piece(typename Base::Memory& shared, Pending& pending,
-                                            int consumer, At& at) {
+  // A consumer, until so many own tiles have come from all peers.
+  __device__ __forceinline__ void wait_arrived(int consumer, uint32_t own) const {
     if (is_first_thread()) timeline::lap(Did::kMultiply);
-    shared.pipeline.wait_full(at);
-    if (is_first_thread()) timeline::lap(Did::kWaitPiece);
-    pending.add_piece(waiter.comm, all.layout,
-                      reinterpret_cast<const char*>(shared.b[at.stage].data));
-    ptx::fence_proxy_async_shared();  // these reads, before the copies that fill the stage next
-    sync_consumer(consumer);
-    if (is_first_thread()) shared.pipeline.release(at.stage);
-    if (is_first_thread()) timeline::lap(Did::kAdd);
-    at.advance();
+    // Acquire of the tiles; pairs with the watcher's release. It has the limit, so this has none.
+    while (ptx::ld_acquire_cta(&memory.arrived) < own) {
+    }
+    sync_consumer(consumer);  // lest its warps come apart
+    if (is_first_thread()) timeline::lap(Did::kWaitPiece, own);
   }
 
-  // A panel of each of the consumers' warps, a lane for each.
+  // The part of an own tile that the peer of this index has sent.
+  __device__ __forceinline__ const char* sent(int tile, int peer) const {
+    const int64_t number = peer * int64_t{all.product.walk.tiles.num_tiles()} + tile;
+    return all.scratch.address + number * PartialLayout::kTileBytes;
+  }
+
+  // A panel of each of the consumers' warps, a lane for each. While it is read, the next one can
+  // be: only the one before must have been.
   __device__ __forceinline__ void store_panel(const Partial& tile, int panel) {
     const CommView& comm = waiter.comm;
     const Result& y = all.product.c;
@@ -253,8 +241,14 @@ struct ReduceMatmul
       }
       __syncwarp();
     }
-    ptx::cp_async_bulk_wait_group_read<0>();
-    if (has_panel) memory.outbox[warp].release(at.stage);
+    ptx::cp_async_bulk_wait_group_read<1>();
+    if (panel > 0) release(panel - 1);
+  }
+
+  // The buffers of a panel have been read.
+  __device__ __forceinline__ void release(int panel) {
+    const int warp = threadIdx.x % 32;
+    if (warp < PartialLayout::kWarps) memory.outbox[warp].release(Outbox::at(panel).stage);
   }
 
   // A warp's chunks of a panel, from `first` on: to their place in the scratch of the owner.
@@ -263,13 +257,8 @@ struct ReduceMatmul
     const int64_t tiles = all.product.walk.tiles.num_tiles();
     const int64_t number = peer_index(waiter.comm.rank, tile.owner) * tiles + tile.tile;
     char* to = memory.guests.address[0][tile.owner] + number * PartialLayout::kTileBytes;
-    const char* from = reinterpret_cast<const char*>(panel.data);
-#pragma unroll 1
-    for (int i = 0; i < Pending::kChunksOfPanel; i += all.layout.chunks()) {
-      ptx::cp_async_bulk_store(to + all.layout.offset(warp, first + i),
-                               from + i * PartialLayout::kChunkBytes,
-                               all.layout.chunks() * PartialLayout::kChunkBytes);
-    }
+    ptx::cp_async_bulk_store(to + PartialLayout::offset(warp, first), panel.data,
+                             Pending::kChunksOfPanel * PartialLayout::kChunkBytes);
   }
 };
 

@@ -1,15 +1,15 @@
 // matmul_reduce_scatter and matmul_all_reduce: the product of x [m, k] and w [k, p], whose k is
 // scattered over the ranks, summed over them. Each rank keeps its share of the rows, or all.
 //
-// Each rank's partial is rounded to the result's type, once; partials are added in rank order in
-// fp32, and the sum is rounded once: what pk.psum_scatter or pk.psum makes of pk.matmul.
+// What a rank sends is rounded to the result's type, once. Onto the own partial, in fp32, the
+// others are added in rank order, and the sum is rounded once.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
 
-#include "schedule/partial_layout.h"
+#include "schedule/scatter_walk.h"
 #include "tile/comm_view.h"
 #include "tile/published.h"
 
@@ -33,7 +33,7 @@ struct MatmulReducePlan {
   int lead;        // see schedule/scatter_walk.h
 };
 
-inline constexpr int kMatmulReduceRanks = PartialLayout::kMostRanks;
+inline constexpr int kMatmulReduceRanks = ScatterWalk::kMostRanks;
 
 // Rows of the result that each rank adds up; with an all_reduce whole tiles, so that none belongs
 // to two ranks, and fewer, or none, on the last ranks.

@@ -1,8 +1,10 @@
-// A consumer's finished tile of partial results, rounded, on its way out of the registers: to the
-// owner of its rows, or, where this rank owns them, added up with what the peers have sent.
+// A consumer's finished tile, rounded, on its way out of the registers: a partial one to the owner
+// of its rows, or the sum, where this rank owns them, to the result.
 //
 // It leaves under the products of the next tile, as a PendingTile does, but by way of another warp:
 // who stores to a peer must wait for the stores to arrive, and consumers have no time for that.
+// When it has left, its registers take what a peer has sent for the next tile, if that is an own
+// one, so that the sum finds it there.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +13,6 @@
 
 #include "schedule/partial_layout.h"
 #include "schedule/store_tile.cuh"
-#include "tile/comm_view.h"
 #include "tile/pipeline.cuh"
 #include "tile/register_tile.cuh"
 
@@ -33,52 +34,96 @@ class PartialTile {
   static constexpr int kPanels = kCols / kPanel;
   static_assert(kPanels % 4 == 0);
   static constexpr int kChunksOfPanel = kPanel / PartialLayout::kChunkCols;
+  // So many steps before the end a peer's part begins to be fetched, a panel's share at a step: of
+  // one, as ptxas waits for loads at the head of the next. That many come within it.
+  static constexpr int kAhead = kPanels + 1;
 
   __device__ __forceinline__ PartialTile(PanelBuffers& buffers, Outbox& outbox)
       : buffers_(buffers[threadIdx.x % 128 / 32]), outbox_(outbox) {}
 
-  // Panels to be sent, if it is a peer's tile, or pieces to be added, if it is an own one.
-  __device__ __forceinline__ int to_send() const { return left_; }
-  __device__ __forceinline__ int to_add() const { return -left_; }
-
-  // This rank's own partial is rounded too: every rank's enters the sum alike.
-  __device__ __forceinline__ void take(const Accumulator<kCols>& tile, bool own,
-                                       const PartialLayout& layout) {
+  // The tile before must have left.
+  __device__ __forceinline__ void take(const Accumulator<kCols>& tile, bool own) {
     tile_.round(tile);
-    left_ = own ? -layout.num_pieces() : kPanels;
+    own_ = own;
+    left_ = kPanels;
   }
 
-  // A panel of a peer's tile, as its owner's threads will read it.
-  __device__ __forceinline__ void send_panel() {
-    for_panel(kPanels - left_--, [&](auto panel) {
-      auto* to = reinterpret_cast<float4*>(buffer(panel).data) + threadIdx.x % 32;
-#pragma unroll
-      for (int j = 0; j < kChunksOfPanel; ++j)
-        ptx::st_shared(to + 32 * j, chunk(panel * kChunksOfPanel + j));
-      hand_over(panel);
-    });
+  // The panels are to leave over the next `num_steps` steps, evenly, so that the link is loaded so,
+  // and before a peer's part is fetched. Of many steps the first ones do.
+  __device__ __forceinline__ void spread(int num_steps) {
+    interval_ = min(max((num_steps - kAhead - 1) / (kPanels - 1), 1), 4);
+    due_ = 0;
   }
 
-  // Adds the next piece of an own tile, whose peers' parts lie at `staged`, in rank order.
-  __device__ __forceinline__ void add_piece(const CommView& comm, const PartialLayout& layout,
-                                            const char* staged) {
-    const int first = (layout.num_pieces() + left_++) << layout.chunks_log2;
-    const int in_panel = first % kChunksOfPanel;
-    staged += layout.offset(threadIdx.x / 32, 0) + threadIdx.x % 32 * 16;
-    for_panel(first / kChunksOfPanel, [&](auto panel) {
+  // Whether all panels have left by then.
+  static __device__ __forceinline__ bool leaves_early(int num_steps) {
+    return num_steps >= kPanels + kAhead;
+  }
+
+  // After a step: hands over the next panel if it is due.
+  __device__ __forceinline__ void send_due(int step) {
+    if (left_ == 0 || step < due_) return;
+    send_panel();
+    due_ += interval_;
+  }
+
+  __device__ __forceinline__ void send_rest() {
+    while (left_ > 0) send_panel();
+  }
+
+  // What a peer has sent of a panel of its part, which lies at `from`. The registers must be free.
+  __device__ __forceinline__ void fetch_panel(const char* from, int index) {
+    from += PartialLayout::offset(threadIdx.x / 32, 0) + threadIdx.x % 32 * 16;
+    for_panel(index, [&](auto panel) {
 #pragma unroll
-      for (int j = 0; j < kChunksOfPanel; ++j) {
-        if (j < in_panel || j >= in_panel + layout.chunks()) continue;
-        add_chunk(panel * kChunksOfPanel + j, comm, layout.piece_bytes(),
-                  staged + (j - in_panel) * PartialLayout::kChunkBytes);
+      for (int i = panel * kChunksOfPanel; i < (panel + 1) * kChunksOfPanel; ++i) {
+        const ulonglong2 chunk = ptx::ld_relaxed_sys(
+            reinterpret_cast<const ulonglong2*>(from + i * PartialLayout::kChunkBytes));
+        tile_.value[4 * i] = static_cast<uint32_t>(chunk.x);
+        tile_.value[4 * i + 1] = static_cast<uint32_t>(chunk.x >> 32);
+        tile_.value[4 * i + 2] = static_cast<uint32_t>(chunk.y);
+        tile_.value[4 * i + 3] = static_cast<uint32_t>(chunk.y >> 32);
       }
-      if (in_panel + layout.chunks() < kChunksOfPanel) return;
-      tile_.template write_panel<panel>(buffer(panel));
-      hand_over(panel);
     });
+  }
+
+  __device__ __forceinline__ void fetch(const char* from) {
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) fetch_panel(from, panel);
+  }
+
+  // What was fetched, on top of the calling consumer's tile.
+  __device__ __forceinline__ void add_to(Accumulator<kCols>& tile) const {
+#pragma unroll
+    for (int i = 0; i < kCols / 4; ++i) {
+      const float2 pair = unpack<kType>(tile_.value[i]);
+      tile.value[2 * i] += pair.x;
+      tile.value[2 * i + 1] += pair.y;
+    }
   }
 
  private:
+  // A peer's panel goes as its owner's threads will read it, an own one as rows.
+  __device__ __forceinline__ void send_panel() {
+    for_panel(kPanels - left_--, [&](auto panel) {
+      // Until the last one has left the buffer.
+      outbox_.wait_empty(Outbox::at(panel));
+      ResultPanel& buffer = buffers_[Outbox::at(panel).stage];
+      if (own_) {
+        tile_.template write_panel<panel>(buffer);
+      } else {
+        auto* to = reinterpret_cast<float4*>(buffer.data) + threadIdx.x % 32;
+#pragma unroll
+        for (int j = 0; j < kChunksOfPanel; ++j)
+          ptx::st_shared(to + 32 * j, chunk(panel * kChunksOfPanel + j));
+      }
+      ptx::fence_proxy_async_shared();
+      __syncwarp();
+      // Release of the panel; pairs with the wait in the storing warp.
+      if (ptx::elect_one()) outbox_.fill(Outbox::at(panel).stage);
+    });
+  }
+
   // Registers have no index at run time: f(its index as a constant) in one of kPanels branches.
   template <typename F>
   static __device__ __forceinline__ void for_panel(int index, F f) {
@@ -93,50 +138,12 @@ class PartialTile {
                        __uint_as_float(value[4 * i + 2]), __uint_as_float(value[4 * i + 3]));
   }
 
-  // The chunk of each peer's tile is at `staged`, one `pitch` after the other.
-  __device__ __forceinline__ void add_chunk(int i, const CommView& comm, int pitch,
-                                            const char* staged) {
-    float total[8];
-#pragma unroll
-    for (float& value : total) value = -0.f;  // which adds nothing to a zero of either sign
-#pragma unroll 1
-    for (int rank = 0; rank < comm.num_ranks; ++rank) {
-      float4 part = chunk(i);
-      if (rank != comm.rank) {
-        part = ptx::ld_shared(reinterpret_cast<const float4*>(staged));
-        staged += pitch;
-      }
-      const float pairs[4] = {part.x, part.y, part.z, part.w};
-#pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        const float2 pair = unpack<kType>(__float_as_uint(pairs[q]));
-        total[2 * q] += pair.x;
-        total[2 * q + 1] += pair.y;
-      }
-    }
-#pragma unroll
-    for (int q = 0; q < 4; ++q)
-      tile_.value[4 * i + q] = pack<kType>(total[2 * q], total[2 * q + 1]);
-  }
-
-  // Of a panel, when the last one has left it.
-  __device__ __forceinline__ ResultPanel& buffer(int panel) const {
-    outbox_.wait_empty(Outbox::at(panel));
-    return buffers_[Outbox::at(panel).stage];
-  }
-
-  // The panel is written: to the warp that stores it.
-  __device__ __forceinline__ void hand_over(int panel) const {
-    ptx::fence_proxy_async_shared();
-    __syncwarp();
-    // Release of the panel; pairs with the wait in the storing warp.
-    if (ptx::elect_one()) outbox_.fill(Outbox::at(panel).stage);
-  }
-
   ResultPanel (&buffers_)[2];
   Outbox& outbox_;
   RoundedTile<kType, kCols> tile_;
-  int left_ = 0;  // below zero: pieces to be added
+  bool own_ = false;
+  int left_ = 0;                // panels
+  int due_ = 0, interval_ = 1;  // steps
 };
 
 }  // namespace pk

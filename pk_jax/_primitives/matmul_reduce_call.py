@@ -32,8 +32,9 @@ def call(
         outer: matrices that x has one after the other, of whose rows each rank gets its share.
 
     Returns:
-        [m, p], or [m / ranks, p], of all matrices one after the other: partials rounded to the
-        operands' dtype, added in fp32 in rank order, rounded once.
+        [m, p], or [m / ranks, p], of all matrices one after the other: onto the part of the rank
+        that adds up, in fp32, those of the others in rank order, rounded to the operands' dtype;
+        the sum is rounded once.
     """
     (m, k), p = x.shape, w.shape[0] if transpose_w else w.shape[1]
     rows = m if all_reduce else m // int(site["group_size"])

@@ -12,9 +12,8 @@ from pk_jax._tuning.hardware import Hardware
 # The kernel has this one alone.
 TILE = matmul_model.TILES[0]
 
-# What a stage of the kernel's pipeline holds of each peer's tile at least: cuda/schedule/
-# partial_layout.h.
-MOST_RANKS = 9
+# cuda/schedule/scatter_walk.h.
+MOST_RANKS = 16
 
 ENTRY_S = 1.5e-6  # the block's number, before its first tile
 ROUND_S = 5.8e-6  # a tile's partials, beside its product: three sizes on two H200; decision 0014
