@@ -40,7 +40,8 @@ struct ReduceArgs {
   Args<ScatterWalk> product;  // its c is y
   Published y, scratch;
   int cols;
-  int first_row;  // of y that this rank adds up
+  int panel_steps;  // see PartialLayout
+  int first_row;    // of y that this rank adds up
   int channel;
   bool all_reduce;
 };
@@ -55,10 +56,11 @@ struct Partial {
 
 // What a block has in shared memory besides the product's.
 struct ReduceMemory {
-  Bulletin<Partial, 4> tiles;  // read by each of the consumers' warps, and the storer
+  Bulletin<Partial, 4> tiles;  // read by each of the consumers' warps, and the storers
   Outbox outbox[PartialLayout::kWarps];
   GuestsUpTo<ScatterWalk::kMostRanks> guests;
   uint32_t arrived;  // own tiles that all peers have sent
+  uint32_t stored;   // tiles, own ones and others
   int number;        // of the block
 };
 
@@ -104,83 +106,86 @@ struct ReduceMatmul
       }
       __syncwarp();
       if (lane == 0) timeline::lap(Did::kWaitFlags, own);
-      // Passes on what the lanes have acquired; pairs with the acquire in wait_arrived().
+      // Passes on what the lanes have acquired; pairs with the acquire in fetch_first().
       if (lane == 0) ptx::st_release_cta(&memory.arrived, own);
     }
   }
 
-  __device__ __forceinline__ void consume(int consumer) {
+  __device__ __forceinline__ void consume(int /*consumer*/) {
+    const int consumer = threadIdx.x / 128;  // what is handed over, ptxas would spill
     auto& shared = ptx::kept(this->shared);
     const int num_steps = all.product.walk.tiles.num_steps, peers = waiter.comm.num_ranks - 1;
-    const bool early = Pending::leaves_early(num_steps);
     Pending pending(shared.c[consumer], memory.outbox[threadIdx.x / 32]);
     At at;
-    uint32_t own = 0;  // own tiles
-    for (uint32_t count = 0;; ++count) {
+    uint32_t count = 0;
+    for (;; ++count) {
       const Partial part = memory.tiles.read(count);
       if (part.owner < 0) break;
       const bool is_own = part.owner == waiter.comm.rank;
-      if (is_own) ++own;
-      pending.spread(num_steps);
       Tile tile;
       this->multiply(shared, tile, consumer * 64, 0, num_steps, at, [&](int step) {
-        pending.send_due(step);
-        const int panel = step - (num_steps - Pending::kAhead);
-        if (!is_own || !early || panel < 0 || panel >= Pending::kPanels) return;
-        if (panel == 0) wait_arrived(consumer, own);
-        pending.fetch_panel(sent(part.tile, 0), panel);
+        pending.send_due(step, all.panel_steps, Outbox::storer(count - 1));
+        // Beside the last two steps. After another one ptxas would have the loads waited for.
+        if (is_own && PartialLayout::leaves_early(num_steps) && step == num_steps - 1)
+          fetch_first(pending, consumer, part.tile);
       });
       if (is_first_thread()) timeline::lap(Did::kMultiply, count, part.owner);
-      pending.send_rest();
+      pending.send_rest(Outbox::storer(count - 1));
       if (is_own) {
-        if (!early) {
-          wait_arrived(consumer, own);
-          pending.fetch(sent(part.tile, 0));
-        }
+        if (!PartialLayout::leaves_early(num_steps)) fetch_first(pending, consumer, part.tile);
         pending.add_to(tile);
 #pragma unroll 1
         for (int peer = 1; peer < peers; ++peer) {
           pending.fetch(sent(part.tile, peer));
           pending.add_to(tile);
         }
-        if (is_first_thread()) timeline::lap(Did::kAdd, own);
+        if (is_first_thread()) timeline::lap(Did::kAdd);
       }
       pending.take(tile, is_own);
     }
-    pending.send_rest();
+    pending.send_rest(Outbox::storer(count - 1));
   }
 
-  __device__ __forceinline__ void store() {
+  // The storers, `which` 0 and 1, of each other tile.
+  __device__ __forceinline__ void copy(int which) {
     const ScatterWalk& walk = all.product.walk;
     const int lane = threadIdx.x % 32, rank = waiter.comm.rank;
-    const auto expects = [&](int peer) {
-      return all.all_reduce || walk.has_tiles(peer, memory.number);
-    };
-    const Published mine[] = {all.scratch, all.y};
-    enter<OneWarp>(waiter, mine, memory.guests, expects);
-    check_grids<OneWarp>(waiter, memory.guests, expects);
-    if (lane == 0) timeline::lap(Did::kEnter);
-    ptx::fence_proxy_async();  // the invitations, before stores of the other proxy
     Channel& channel = channel_of(waiter);
-    for (uint32_t count = 0;; ++count) {
+    if (which == 0) enter_call();
+    sync_storers();  // the guests
+    uint32_t count = 0;
+    for (;; ++count) {
       const Partial tile = memory.tiles.read(count);
       if (tile.owner < 0) break;
+      if (Outbox::storer(count) != which) continue;
 #pragma unroll 1
-      for (int panel = 0; panel < Pending::kPanels; ++panel) store_panel(tile, panel);
+      for (int panel = 0; panel < Pending::kPanels; ++panel) store_panel(tile, which, panel);
       ptx::cp_async_bulk_wait_group_read<0>();
-      release(Pending::kPanels - 1);
-      if (tile.owner == rank && lane == 0) timeline::lap(Did::kStore);
-      if (tile.owner == rank) continue;
-      ptx::cp_async_bulk_wait_group<0>();
-      ptx::fence_proxy_async();
+      give_back(Pending::kPanels - 1);
+      if (tile.owner != rank) {
+        ptx::cp_async_bulk_wait_group<0>();
+        ptx::fence_proxy_async();
+      } else if (lane == 0) {
+        timeline::lap(Did::kStore);
+      }
       __syncwarp();
       if (lane == 0) {
-        SignalPage& page = signal_page(waiter.comm, tile.owner);
-        // Release of the tile, which has arrived; pairs with the acquire in communicate() there.
-        ptx::red_add_release_sys(&page.channels[waiter.channel].staged[rank][memory.number], 1);
-        timeline::lap(Did::kSend, timeline::kNoId, tile.owner, PartialLayout::kTileBytes);
+        // The peers count tiles, which they take to come in order.
+        wait_stored(count);
+        if (tile.owner != rank) {
+          SignalPage& page = signal_page(waiter.comm, tile.owner);
+          // Release of the tile, which has arrived; pairs with the acquire in communicate() there.
+          ptx::red_add_release_sys(&page.channels[waiter.channel].staged[rank][memory.number], 1);
+          timeline::lap(Did::kSend, timeline::kNoId, tile.owner, PartialLayout::kTileBytes);
+        }
+        // Release of what was stored; pairs with the acquire in wait_stored().
+        ptx::st_release_cta(&memory.stored, count + 1);
       }
+      __syncwarp();
     }
+    if (which != 0) return;
+    if (lane == 0) wait_stored(count);
+    __syncwarp();
     // The watcher has read it: it was before the last own tile.
     if (lane == 0) channel.staged_before[memory.number] += walk.count(rank, memory.number);
     const uint32_t epoch = this_epoch(channel);
@@ -192,14 +197,37 @@ struct ReduceMatmul
   }
 
  private:
-  // A consumer, until so many own tiles have come from all peers.
-  __device__ __forceinline__ void wait_arrived(int consumer, uint32_t own) const {
+  __device__ __forceinline__ void enter_call() {
+    const auto expects = [&](int peer) {
+      return all.all_reduce || all.product.walk.has_tiles(peer, memory.number);
+    };
+    const Published mine[] = {all.scratch, all.y};
+    enter<OneWarp>(waiter, mine, memory.guests, expects);
+    check_grids<OneWarp>(waiter, memory.guests, expects);
+    if (threadIdx.x % 32 == 0) timeline::lap(Did::kEnter);
+  }
+
+  static __device__ __forceinline__ void sync_storers() {
+    ptx::named_barrier_sync(1 + Shape::Crew::kConsumers, 32 * Outbox::kStorers);
+    ptx::fence_proxy_async();  // the invitations, before stores of the other proxy
+  }
+
+  // Until so many tiles have been stored, and announced.
+  __device__ __forceinline__ void wait_stored(uint32_t tiles) const {
+    while (ptx::ld_acquire_cta(&memory.stored) != tiles) {
+    }
+  }
+
+  // A consumer, when all peers have sent an own tile: the first one's part of it.
+  __device__ __forceinline__ void fetch_first(Pending& pending, int consumer, int tile) const {
     if (is_first_thread()) timeline::lap(Did::kMultiply);
+    const uint32_t own = tile / all.product.walk.tiles.num_blocks + 1;  // tiles, with this one
     // Acquire of the tiles; pairs with the watcher's release. It has the limit, so this has none.
     while (ptx::ld_acquire_cta(&memory.arrived) < own) {
     }
     sync_consumer(consumer);  // lest its warps come apart
     if (is_first_thread()) timeline::lap(Did::kWaitPiece, own);
+    pending.fetch(sent(tile, 0));
   }
 
   // The part of an own tile that the peer of this index has sent.
@@ -210,18 +238,18 @@ struct ReduceMatmul
 
   // A panel of each of the consumers' warps, a lane for each. While it is read, the next one can
   // be: only the one before must have been.
-  __device__ __forceinline__ void store_panel(const Partial& tile, int panel) {
+  __device__ __forceinline__ void store_panel(const Partial& tile, int storer, int panel) {
     const CommView& comm = waiter.comm;
     const Result& y = all.product.c;
-    const Cursor<2> at = Outbox::at(panel);
-    const int warp = threadIdx.x % 32, col = tile.col + panel * kPanel;
+    const int warp = threadIdx.x % 32, buffer = Outbox::buffer(panel),
+              col = tile.col + panel * kPanel;
     const bool own = tile.owner == comm.rank, has_panel = warp < PartialLayout::kWarps;
     const auto panel_of = [&](int warp) -> ResultPanel& {
-      return this->shared.c[warp / 4][warp % 4][at.stage];
+      return this->shared.c[warp / 4][warp % 4][buffer];
     };
     if (has_panel) {
       const int row = tile.row + warp * ResultPanel::kRows;
-      memory.outbox[warp].wait_full(at);
+      memory.outbox[warp].wait_full(storer, panel);
       if (own) {
         panel_of(warp).store(&y.map, all.first_row + row, col);
       } else if (row < all.product.walk.rows && col < all.cols) {
@@ -242,13 +270,13 @@ struct ReduceMatmul
       __syncwarp();
     }
     ptx::cp_async_bulk_wait_group_read<1>();
-    if (panel > 0) release(panel - 1);
+    if (panel > 0) give_back(panel - 1);
   }
 
-  // The buffers of a panel have been read.
-  __device__ __forceinline__ void release(int panel) {
+  // The buffers of a panel, which have been read.
+  __device__ __forceinline__ void give_back(int panel) {
     const int warp = threadIdx.x % 32;
-    if (warp < PartialLayout::kWarps) memory.outbox[warp].release(Outbox::at(panel).stage);
+    if (warp < PartialLayout::kWarps) memory.outbox[warp].release(panel);
   }
 
   // A warp's chunks of a panel, from `first` on: to their place in the scratch of the owner.
@@ -272,10 +300,10 @@ __global__ void __launch_bounds__(Shape::Crew::kThreads, Shape::Crew::kMinBlocks
   extern __shared__ char memory[];
   __shared__ ReduceMemory more;
   auto& shared = set_up<Product>(memory, args.product);
-  if (threadIdx.x < PartialLayout::kWarps) more.outbox[threadIdx.x].init(1);
+  if (threadIdx.x < PartialLayout::kWarps) more.outbox[threadIdx.x].init();
   if (threadIdx.x == 0) {
-    more.tiles.init(PartialLayout::kWarps + 1);
-    more.arrived = 0;
+    more.tiles.init(PartialLayout::kWarps + Outbox::kStorers);
+    more.arrived = more.stored = 0;
   }
   const Op op = args.all_reduce ? Op::kMatmulAllReduce : Op::kMatmulReduceScatter;
   const Waiter waiter{comm, op, args.channel};

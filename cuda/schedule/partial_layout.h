@@ -17,6 +17,16 @@ struct PartialLayout {
   static constexpr int kChunkBytes = 512;
   static constexpr int64_t kTileBytes = int64_t{kWarps} * kChunks * kChunkBytes;
 
+  // A tile leaves under the `num_steps` steps of the next one, a panel each so many of them:
+  // evenly, so that the link is loaded so, and before the last one.
+  static constexpr int kPanels = 4;
+  PK_HOST_DEVICE static int panel_steps(int num_steps) {
+    return num_steps < kPanels + 1 ? 1 : (num_steps - 2) / (kPanels - 1);
+  }
+
+  // Whether it has left then, even so.
+  PK_HOST_DEVICE static bool leaves_early(int num_steps) { return num_steps > kPanels; }
+
   PK_HOST_DEVICE static int offset(int warp, int chunk) {
     return (warp * kChunks + chunk) * kChunkBytes;
   }

@@ -18,13 +18,45 @@
 
 namespace pk {
 
-// The panels of one warp on their way to the warp that stores them.
-struct Outbox : Pipeline<2> {
-  // The buffer of a panel, and its round: each tile takes both buffers an even number of times, so
-  // the rounds of all tiles begin with the same parity.
-  static __device__ __forceinline__ Cursor<2> at(int panel) {
-    return Cursor<2>::after(static_cast<uint32_t>(panel));
+// The panels of one warp on their way to the two warps that store them, tile by tile in turn: while
+// one of these waits for its stores to arrive the other takes the panels of the next tile.
+struct Outbox {
+  static constexpr int kStorers = 2, kBuffers = 2;
+
+  // Whose a tile is, by its number.
+  static __device__ __forceinline__ int storer(uint32_t tile) { return tile % kStorers; }
+
+  // Each tile takes both buffers an even number of times, so that the rounds of all tiles begin
+  // with the same parity.
+  static __device__ __forceinline__ int buffer(int panel) { return panel % kBuffers; }
+  static __device__ __forceinline__ uint32_t parity(int panel) { return panel / kBuffers & 1; }
+
+  // One thread, before the block meets.
+  __device__ void init() {
+    for (int b = 0; b < kBuffers; ++b) {
+      for (auto& each : full) ptx::mbarrier_init(&each[b], 1);
+      ptx::mbarrier_init(&empty[b], 1);
+    }
+    ptx::fence_mbarrier_init();
   }
+
+  // The warp that fills: until the last panel has left the buffer, whoever has stored it.
+  __device__ __forceinline__ void wait_empty(int panel) {
+    wait_phase(&empty[buffer(panel)], parity(panel) ^ 1);
+  }
+  // One of its threads. Release of the panel; pairs with the wait below.
+  __device__ __forceinline__ void fill(int storer, int panel) {
+    ptx::mbarrier_arrive(&full[storer][buffer(panel)]);
+  }
+
+  __device__ __forceinline__ void wait_full(int storer, int panel) {
+    wait_phase(&full[storer][buffer(panel)], parity(panel));
+  }
+  __device__ __forceinline__ void release(int panel) {
+    ptx::mbarrier_arrive(&empty[buffer(panel)]);
+  }
+
+  uint64_t full[kStorers][kBuffers], empty[kBuffers];
 };
 
 template <ptx::Type kType, int kCols>
@@ -32,11 +64,8 @@ class PartialTile {
  public:
   static_assert(kCols == PartialLayout::kCols);
   static constexpr int kPanels = kCols / kPanel;
-  static_assert(kPanels % 4 == 0);
+  static_assert(kPanels == PartialLayout::kPanels && kPanels % (2 * Outbox::kBuffers) == 0);
   static constexpr int kChunksOfPanel = kPanel / PartialLayout::kChunkCols;
-  // So many steps before the end a peer's part begins to be fetched, a panel's share at a step: of
-  // one, as ptxas waits for loads at the head of the next. That many come within it.
-  static constexpr int kAhead = kPanels + 1;
 
   __device__ __forceinline__ PartialTile(PanelBuffers& buffers, Outbox& outbox)
       : buffers_(buffers[threadIdx.x % 128 / 32]), outbox_(outbox) {}
@@ -48,48 +77,27 @@ class PartialTile {
     left_ = kPanels;
   }
 
-  // The panels are to leave over the next `num_steps` steps, evenly, so that the link is loaded so,
-  // and before a peer's part is fetched. Of many steps the first ones do.
-  __device__ __forceinline__ void spread(int num_steps) {
-    interval_ = min(max((num_steps - kAhead - 1) / (kPanels - 1), 1), 4);
-    due_ = 0;
+  // After a step of the next tile: hands over the next panel to a storer, if it is due.
+  __device__ __forceinline__ void send_due(int step, int panel_steps, int storer) {
+    if (left_ > 0 && step >= (kPanels - left_) * panel_steps) send_panel(storer);
   }
 
-  // Whether all panels have left by then.
-  static __device__ __forceinline__ bool leaves_early(int num_steps) {
-    return num_steps >= kPanels + kAhead;
+  __device__ __forceinline__ void send_rest(int storer) {
+    while (left_ > 0) send_panel(storer);
   }
 
-  // After a step: hands over the next panel if it is due.
-  __device__ __forceinline__ void send_due(int step) {
-    if (left_ == 0 || step < due_) return;
-    send_panel();
-    due_ += interval_;
-  }
-
-  __device__ __forceinline__ void send_rest() {
-    while (left_ > 0) send_panel();
-  }
-
-  // What a peer has sent of a panel of its part, which lies at `from`. The registers must be free.
-  __device__ __forceinline__ void fetch_panel(const char* from, int index) {
-    from += PartialLayout::offset(threadIdx.x / 32, 0) + threadIdx.x % 32 * 16;
-    for_panel(index, [&](auto panel) {
-#pragma unroll
-      for (int i = panel * kChunksOfPanel; i < (panel + 1) * kChunksOfPanel; ++i) {
-        const ulonglong2 chunk = ptx::ld_relaxed_sys(
-            reinterpret_cast<const ulonglong2*>(from + i * PartialLayout::kChunkBytes));
-        tile_.value[4 * i] = static_cast<uint32_t>(chunk.x);
-        tile_.value[4 * i + 1] = static_cast<uint32_t>(chunk.x >> 32);
-        tile_.value[4 * i + 2] = static_cast<uint32_t>(chunk.y);
-        tile_.value[4 * i + 3] = static_cast<uint32_t>(chunk.y >> 32);
-      }
-    });
-  }
-
+  // A peer's part of a tile, which lies at `from`. The tile before must have left.
   __device__ __forceinline__ void fetch(const char* from) {
+    from += PartialLayout::offset(threadIdx.x / 32, 0) + threadIdx.x % 32 * 16;
 #pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) fetch_panel(from, panel);
+    for (int i = 0; i < PartialLayout::kChunks; ++i) {
+      const ulonglong2 chunk = ptx::ld_relaxed_sys(
+          reinterpret_cast<const ulonglong2*>(from + i * PartialLayout::kChunkBytes));
+      tile_.value[4 * i] = static_cast<uint32_t>(chunk.x);
+      tile_.value[4 * i + 1] = static_cast<uint32_t>(chunk.x >> 32);
+      tile_.value[4 * i + 2] = static_cast<uint32_t>(chunk.y);
+      tile_.value[4 * i + 3] = static_cast<uint32_t>(chunk.y >> 32);
+    }
   }
 
   // What was fetched, on top of the calling consumer's tile.
@@ -104,11 +112,10 @@ class PartialTile {
 
  private:
   // A peer's panel goes as its owner's threads will read it, an own one as rows.
-  __device__ __forceinline__ void send_panel() {
+  __device__ __forceinline__ void send_panel(int storer) {
     for_panel(kPanels - left_--, [&](auto panel) {
-      // Until the last one has left the buffer.
-      outbox_.wait_empty(Outbox::at(panel));
-      ResultPanel& buffer = buffers_[Outbox::at(panel).stage];
+      outbox_.wait_empty(panel);
+      ResultPanel& buffer = buffers_[Outbox::buffer(panel)];
       if (own_) {
         tile_.template write_panel<panel>(buffer);
       } else {
@@ -119,8 +126,7 @@ class PartialTile {
       }
       ptx::fence_proxy_async_shared();
       __syncwarp();
-      // Release of the panel; pairs with the wait in the storing warp.
-      if (ptx::elect_one()) outbox_.fill(Outbox::at(panel).stage);
+      if (ptx::elect_one()) outbox_.fill(storer, panel);
     });
   }
 
@@ -142,8 +148,7 @@ class PartialTile {
   Outbox& outbox_;
   RoundedTile<kType, kCols> tile_;
   bool own_ = false;
-  int left_ = 0;                // panels
-  int due_ = 0, interval_ = 1;  // steps
+  int left_ = 0;  // panels
 };
 
 }  // namespace pk

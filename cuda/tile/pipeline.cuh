@@ -16,6 +16,12 @@
 
 namespace pk {
 
+// Until the phase of an mbarrier that has this parity is over.
+__device__ __forceinline__ void wait_phase(uint64_t* barrier, uint32_t parity) {
+  while (!ptx::mbarrier_try_wait_parity(barrier, parity)) {
+  }
+}
+
 template <int kStages>
 struct Cursor {
   uint32_t stage = 0;
@@ -51,7 +57,7 @@ struct Pipeline {
   // Producer: until the stage may be filled.
   __device__ __forceinline__ void wait_empty(const Cursor<kStages>& at) {
     // In the first round nobody has used the stages: a wait for the phase before the first returns.
-    wait(&empty[at.stage], (at.round & 1) ^ 1);
+    wait_phase(&empty[at.stage], (at.round & 1) ^ 1);
   }
 
   // Producer, one thread: the barrier of copies into the stage, `bytes` in all. Release: pairs with
@@ -65,18 +71,12 @@ struct Pipeline {
   __device__ __forceinline__ void fill(uint32_t stage) { ptx::mbarrier_arrive(&full[stage]); }
 
   __device__ __forceinline__ void wait_full(const Cursor<kStages>& at) {
-    wait(&full[at.stage], at.round & 1);
+    wait_phase(&full[at.stage], at.round & 1);
   }
 
   // One thread of each consumer, when its reads of the stage are complete (wgmma_wait_group), which
   // is all that wait_empty() waits for.
   __device__ __forceinline__ void release(uint32_t stage) { ptx::mbarrier_arrive(&empty[stage]); }
-
- private:
-  static __device__ __forceinline__ void wait(uint64_t* barrier, uint32_t parity) {
-    while (!ptx::mbarrier_try_wait_parity(barrier, parity)) {
-    }
-  }
 };
 
 }  // namespace pk
