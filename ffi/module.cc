@@ -22,6 +22,7 @@
 #include "ffi/call_site.h"
 #include "ffi/collectives.h"
 #include "ffi/custom_op_loader.h"
+#include "ffi/gather_walk_python.h"
 #include "ffi/matmul.h"
 #include "ffi/noop.h"
 #include "ffi/ragged_dot.h"
@@ -33,7 +34,6 @@
 #include "runtime/error_log.h"
 #include "runtime/process.h"
 #include "runtime/topology.h"
-#include "schedule/gather_walk.h"
 #include "schedule/matmul_walk.h"
 #include "schedule/scatter_walk.h"
 #include "schedule/strip_layout.h"
@@ -246,31 +246,6 @@ std::vector<std::vector<std::array<int, 4>>> parts_of(const pk::MatmulWalk& walk
   return out;
 }
 
-// (first row, end, column of tiles, whether the rows are its own) of each tile of each block of
-// `rank`, in its order; and the pieces (source, piece) that it waits for.
-using GatheredTile = std::tuple<int, int, int, bool, std::vector<std::array<int, 2>>>;
-std::vector<std::vector<GatheredTile>> gathered_tiles(const pk::GatherWalk& walk,
-                                                      const pk::GatherPieces& pieces,
-                                                      int64_t row_bytes) {
-  std::vector<std::vector<GatheredTile>> out(walk.tiles.num_blocks);
-  for (int block = 0; block < walk.tiles.num_blocks; ++block) {
-    pk::GatherWalk::Parts parts(walk, block);
-    for (auto part = parts.next(); part.num_steps > 0; part = parts.next()) {
-      std::vector<std::array<int, 2>> waited;
-      if (!part.own) {
-        walk.for_each_source(part, [&](int source, int o, int first, int end) {
-          const int last = pieces.at(o, end * row_bytes - 1);
-          for (int i = pieces.at(o, first * row_bytes); i <= last; ++i)
-            waited.push_back({source, i});
-        });
-      }
-      const int end = std::min(part.row(walk.tile_rows) + walk.tile_rows, part.end_row());
-      out[block].push_back({part.row(walk.tile_rows), end, part.n, part.own, waited});
-    }
-  }
-  return out;
-}
-
 // (owner, m, n, number of the tile) of each part of each block, in its order.
 std::vector<std::vector<std::array<int, 4>>> scattered_tiles(const pk::ScatterWalk& walk) {
   std::vector<std::vector<std::array<int, 4>>> out(walk.tiles.num_blocks);
@@ -303,6 +278,7 @@ NB_MODULE(_ffi, m) {
   m.def("communicators", &communicators, "The communicators that are alive.");
   pk::bind_virtual_ranks(m);
   pk::bind_timeline(m);
+  pk::bind_gather_walk(m);
   m.def("exchange_descriptors", &exchange_descriptors, nb::arg("all_gather"), nb::arg("rank"),
         nb::arg("num_ranks"), nb::arg("fd"),
         "Hands fd to every other process and returns theirs (-1 for this process), for tests.");
@@ -327,27 +303,6 @@ NB_MODULE(_ffi, m) {
       nb::arg("split_tiles") = 0, nb::arg("split") = 1, nb::arg("band_rows") = 16,
       "The walk of a matrix product: (m, n, first step, end) of each block's parts, in its "
       "order.");
-  m.def(
-      "gather_walk",
-      [](int part_rows, int row_bytes, int rank, int num_ranks, int num_n, int num_blocks,
-         int tile_rows, int band_rows, bool small_pieces, int outer) {
-        const pk::MatmulWalk tiles{0, num_n, 1, num_blocks, 0, 1, band_rows};
-        const auto pieces =
-            pk::GatherPieces::make(outer, int64_t{part_rows} * row_bytes, rank, num_ranks,
-                                   small_pieces, pk::tile_flags(num_ranks));
-        std::vector<std::array<int, 2>> sent;
-        for (int i = 0; i < pieces.num_sent(); ++i)
-          sent.push_back({pieces.sent(i).to, pieces.sent(i).piece});
-        return std::tuple(gathered_tiles(pk::GatherWalk::make(tiles, outer, part_rows, rank,
-                                                              num_ranks, tile_rows),
-                                         pieces, row_bytes),
-                          sent, int64_t{1} << pieces.shift);
-      },
-      nb::arg("part_rows"), nb::arg("row_bytes"), nb::arg("rank"), nb::arg("num_ranks"),
-      nb::arg("num_n"), nb::arg("num_blocks"), nb::arg("tile_rows") = 128,
-      nb::arg("band_rows") = 16, nb::arg("small_pieces") = false, nb::arg("outer") = 1,
-      "A rank's share of all_gather_matmul: (first row, end, column, own, pieces waited for) of "
-      "each block's tiles; (to, piece) of what is sent, in order; bytes of a piece.");
   m.def(
       "scatter_walk",
       [](int num_m, int num_n, int num_ranks, int rank, int num_blocks, int lead) {

@@ -2,10 +2,11 @@
 
 Two ranks, two calls each, a few blocks a rank of which only some are resident at a time. A step is
 what one warp does at once: takes its number, draws a piece, invites, sees an invitation, writes a
-piece, raises its flag, sees a flag. All orders of all steps are gone through, with three things
-checked: nobody writes into memory of a rank that is not in that call (entry and exit), nobody uses
-a piece that is not there, and there is always a next step until all is done (progress). What the
-model leaves out: how long a write takes to be seen, which release and acquire answer for.
+piece, raises its flag, sees a flag, multiplies a chunk of k. All orders of all steps are gone
+through, with three things checked: nobody writes into memory of a rank that is not in that call
+(entry and exit), nobody uses a piece that is not there, and there is always a next step until all
+is done (progress). What the model leaves out: how long a write takes to be seen, which release and
+acquire answer for.
 
 The kernel is `cuda/kernels/all_gather_matmul.cuh`, pushing is `cuda/schedule/gather_push.cuh`. Each
 rule that a test here takes away is needed: the model then finds the order that goes wrong.
@@ -25,11 +26,13 @@ class Rules:
     blocks: int = 2
     communicators: int = 1  # 0: a warp of every block pushes
     resident: int = 2
-    pieces: int = 1  # of a part
+    pieces: int = 1  # of a part: the chunks of k of one tile, in order
     by_arrival: bool = True  # or by index, with the last block first
     drawn: bool = True  # without communicators: or piece i by block i
     waits_for_invitation: bool = True
     waits_for_flags: bool = True
+    waits_for_each_chunk: bool = True  # or for the first alone
+    uses_each_chunk: bool = True  # or the first alone, and waits for no other
     epochs: bool = True  # or flags that are raised once for all calls
 
 
@@ -45,14 +48,17 @@ def _start(rules):
 
 def _warps(rules, number):
     """The steps of each warp of a block by its number, in order."""
-    see = [("see", i) for i in range(rules.pieces) if rules.waits_for_flags]
-    use = [("use", i) for i in range(rules.pieces)]
+    multiply = []  # chunk by chunk: waits for one, uses it, and only then waits for the next
+    for i in range(rules.pieces if rules.uses_each_chunk else 1):
+        if rules.waits_for_flags and (i == 0 or rules.waits_for_each_chunk):
+            multiply.append(("see", i))
+        multiply.append(("use", i))
     if rules.communicators == 0:
         pieces = range(number, rules.pieces, rules.blocks)
         push = (("draw", 0),) if rules.drawn else _push(rules, pieces)
-        return (("invite", 0), *push), (*see, *use)
+        return (("invite", 0), *push), tuple(multiply)
     if number >= rules.communicators:
-        return ((*see, *use),)
+        return (tuple(multiply),)
     mine = range(number, rules.pieces, rules.communicators)
     entry = (("admit", 0),) if rules.waits_for_invitation else ()  # once, whatever it has to push
     pushes = [(what, i) for i in mine for what in ("write", "raise")]
@@ -172,6 +178,10 @@ def test_no_order_goes_wrong(rules):
         (Rules(resident=1, by_arrival=False), "stuck"),
         (Rules(waits_for_invitation=False), "writes into|has not begun"),
         (Rules(waits_for_flags=False), "not there"),
+        # The first chunk says nothing of the second.
+        (Rules(pieces=2, waits_for_each_chunk=False), "not there"),
+        # What is not waited for comes when the call is over.
+        (Rules(pieces=2, uses_each_chunk=False), "writes into"),
         # A piece of a block that is not resident would be waited for by those that are.
         (Rules(communicators=0, pieces=2, resident=1, drawn=False), "stuck"),
         # A flag of the first call would do for the second.

@@ -25,21 +25,24 @@ GatherInstance instance_of(MatmulTile tile, bool bfloat16, bool transpose_w) {
 cudaError_t launch_all_gather_matmul(const CommView& comm, const AllGatherMatmulOperands& in,
                                      const AllGatherMatmulPlan& plan, cudaStream_t stream) {
   const int n = comm.num_ranks;
+  // So that the chunks of the rows are those of the steps of k: mover and watcher count the same.
+  const bool packed = in.pitch_x == (in.k + 7) / 8 * 8;
   const bool has_tile = plan.tile == MatmulTile::k128x256 || plan.tile == MatmulTile::k128x128;
   if (in.outer <= 0 || in.m <= 0 || in.k <= 0 || in.p <= 0 || in.outer > kMostSize ||
       in.m > kMostSize / n || in.outer * in.m > kMostSize / n || in.k > kMostSize ||
-      in.p > kMostSize || !has_tile || plan.num_blocks < 1 || plan.num_blocks > kMaxBlocks ||
-      plan.num_comm_blocks < 0 || plan.num_comm_blocks >= plan.num_blocks ||
-      in.m * in.pitch_x / 8 > kMostSize || in.outer > tile_flags(n))
+      in.p > kMostSize || !packed || !has_tile || plan.num_blocks < 1 ||
+      plan.num_blocks > kMaxBlocks || plan.num_comm_blocks < 0 ||
+      plan.num_comm_blocks >= plan.num_blocks || in.m * in.pitch_x / 8 > kMostSize ||
+      in.outer > tile_flags(n))
     return cudaErrorInvalidValue;
   const GatherInstance instance = instance_of(plan.tile, in.bfloat16, in.transpose_w);
   GatherArgs args{};
-  args.row_bytes = in.pitch_x * 2;
   args.channel = in.channel;
   args.own_rows = in.own_rows;
-  const auto pieces = GatherPieces::make(static_cast<int>(in.outer), in.m * args.row_bytes,
-                                         comm.rank, n, plan.num_comm_blocks == 0, tile_flags(n));
-  args.push = {static_cast<const char*>(in.x), in.gathered, pieces};
+
+  auto pieces =
+      GatherPieces::make(static_cast<int>(in.outer), static_cast<int>(in.m), in.pitch_x * 2,
+                         comm.rank, n, plan.num_comm_blocks == 0, tile_flags(n));
   // Each has pieces for every peer: the entry rests on that.
   args.num_communicators = n == 1 ? 0 : std::min(plan.num_comm_blocks, pieces.num_pieces);
 
@@ -54,6 +57,10 @@ cudaError_t launch_all_gather_matmul(const CommView& comm, const AllGatherMatmul
   MatmulWalk& walk = args.product.walk.tiles;
   if (int64_t{walk.num_m} * walk.num_n > INT32_MAX - kMaxBlocks) return cudaErrorInvalidValue;
   walk.num_blocks = std::min(walk.num_blocks, walk.num_tiles());
+
+  pieces.set_groups(walk.band_rows * instance.tile_m);
+  args.chunk_steps = ceil_div(pieces.chunk_bytes, kBlockK * 2);
+  args.push = {static_cast<const char*>(in.x), in.gathered, pieces};
 
   const int64_t rows = in.outer * in.m * n;
   args.product.policy_b = ptx::kEvictNormal;

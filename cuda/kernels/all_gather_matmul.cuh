@@ -1,15 +1,17 @@
 // The kernel of all_gather_matmul: the main loop of matmul.cuh, with rows of A from all ranks.
 //
 //   communicators   pieces of x into the peers' `gathered`, with flags      (gather_push.cuh)
-//   the others      watcher     own rows | own rows | flags of the next rank's rows | ...
-//                   mover       loads from x        | loads from `gathered` | ...
+//   the others      watcher     flags of the next rank's rows: chunk 0 of k | chunk 1 | ...
+//                   mover       loads from x    | loads from `gathered`: chunk 0 | chunk 1 | ...
 //                   consumers      wgmma | wgmma ...
 //                   2 pushers   without communicators: pieces and flags; then own rows to
 //                               `gathered`, if they are wanted there
 //
+// A tile begins when the first columns of its rows are there; the others come while it multiplies.
+//
 // Entry: nothing is pushed to a peer that has not invited it. Exit: whatever peers push to this
-// rank is waited for by the blocks that multiply it, and each row is in some tile. Nobody reads
-// this rank's x but itself.
+// rank is waited for by the blocks that multiply it, and each chunk of each row is in some tile.
+// Nobody reads this rank's x but itself.
 //
 // Progress: whoever pushes waits for peers to begin, whoever computes for what is pushed. Pushing
 // goes on with any number of resident blocks (gather_push.cuh), hence computing too.
@@ -20,6 +22,7 @@
 
 #include "kernels/matmul.cuh"
 #include "kernels/matmul_instances.cuh"
+#include "schedule/gather_pieces.h"
 #include "schedule/gather_push.cuh"
 #include "schedule/gather_walk.h"
 #include "schedule/inter_sm.cuh"
@@ -30,28 +33,36 @@ struct GatherArgs {
   Args<GatherWalk> product;  // A is `gathered`
   CUtensorMap own;           // x
   GatherPush push;           // of x to `gathered`
-  int64_t row_bytes;
+  int chunk_steps;           // steps of k in a chunk
   int channel;
   int num_communicators;  // 0: every block pushes
   bool own_rows;          // are wanted in `gathered`
 };
 
-// The rows of a block's parts, as its watcher reports them.
+// The rows of a block's parts, chunk by chunk of k, as its watcher reports them.
 struct GatheredRows {
   const GatherArgs& args;
-  const uint32_t* arrived;  // parts, in the block's order
+  const uint32_t* arrived;  // chunks of others' rows, in the order of the block's steps
   uint32_t wanted = 0;
+  int due = 0;  // the step that begins the next chunk
 
+  // Waits for nothing yet; own rows need no waiting at all.
   __device__ __forceinline__ RowsOfA wait(const CUtensorMap& gathered, const GatherWalk::Part& part,
                                           int row) {
+    due = part.own ? INT32_MAX : 0;
+    if (part.own) return {&args.own, args.product.walk.row_of_part(row)};
+    return {&gathered, row};
+  }
+
+  __device__ __forceinline__ void wait_step(int step) {
+    if (step != due) return;
+    due += args.chunk_steps;
     ++wanted;
     if (threadIdx.x % 32 == 0) timeline::lap(Did::kLoad);
-    // Acquire of the rows; pairs with the watcher's release. It has the limit, so this has none.
+    // Acquire of the chunk; pairs with the watcher's release. It has the limit, so this has none.
     while (ptx::ld_acquire_cta(arrived) < wanted) {
     }
     if (threadIdx.x % 32 == 0) timeline::lap(Did::kWaitRows, wanted);
-    if (part.own) return {&args.own, args.product.walk.row_of_part(row)};
-    return {&gathered, row};
   }
 };
 
@@ -61,7 +72,7 @@ struct GatherMatmul : Matmul<Shape, kType, Major::kK, kMajorB, GatherWalk, Gathe
   uint32_t* arrived;
 
   // The watcher: polls once for a block, and ahead of the mover, which never waits for a trip to
-  // the L2 between two tiles.
+  // the L2 between two steps.
   __device__ __forceinline__ void communicate() {
     const GatherArgs& args = this->source.args;
     const GatherWalk& walk = args.product.walk;
@@ -70,28 +81,34 @@ struct GatherMatmul : Matmul<Shape, kType, Major::kK, kMajorB, GatherWalk, Gathe
     GatherWalk::Parts parts(walk, this->block);
     uint32_t count = 0;
     for (auto part = parts.next(); part.num_steps > 0; part = parts.next()) {
-      if (!part.own) {
+      if (part.own) continue;
+      for (int chunk = 0; chunk < pieces.num_chunks; ++chunk) {
         walk.for_each_source(part, [&](int source, int o, int first, int end) {
-          const int last = pieces.at(o, end * args.row_bytes - 1);
-          for (int i = pieces.at(o, first * args.row_bytes) + lane; i <= last; i += 32)
-            flags.wait(source, i);
+          const int end_band = pieces.end_band(o, end);
+          for (int band = pieces.first_band(o, first) + lane; band < end_band; band += 32)
+            flags.wait(source, pieces.number({band, chunk}));
         });
         __syncwarp();
-        if (lane == 0) timeline::lap(Did::kWaitFlags, count + 1);
+        ++count;
+        if (lane == 0) timeline::lap(Did::kWaitFlags, count);
+        // Passes on what the lanes have acquired; pairs with the acquire in GatheredRows.
+        if (lane == 0) ptx::st_release_cta(arrived, count);
       }
-      ++count;
-      // Passes on what the lanes have acquired; pairs with the acquire in GatheredRows.
-      if (lane == 0) ptx::st_release_cta(arrived, count);
     }
   }
 
   // The pushers, `warp` 0 and 1.
   __device__ __forceinline__ void copy(int warp) {
     const GatherArgs& args = this->source.args;
-    if (args.num_communicators == 0)
-      push_by_warp(flags.waiter, args.push, flags.epoch, 2 * gridDim.x);
-    if (args.own_rows)
-      copy_own(args.push, 2 * this->block + warp, 2 * args.product.walk.tiles.num_blocks);
+    const uint32_t num_warps = 2 * args.product.walk.tiles.num_blocks;
+    if (args.num_communicators == 0) {
+      push_by_warp(flags.waiter, args.push, flags.epoch, num_warps);
+      // Here the blocks' own indices will do: they take no register meanwhile, and neither may the
+      // warp's.
+      if (args.own_rows) copy_own(args.push, 2 * blockIdx.x + ((threadIdx.x & 32) != 0), num_warps);
+    } else if (args.own_rows) {
+      copy_own(args.push, 2 * this->block + warp, num_warps);
+    }
   }
 };
 

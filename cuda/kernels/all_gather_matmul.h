@@ -20,7 +20,8 @@ struct AllGatherMatmulOperands {
   Published gathered;  // [outer, n m, k], with the pitch of x
   void* y;             // [outer, n m, p]
   int64_t outer, m, k, p;
-  int64_t pitch_x, pitch_w, pitch_y;  // elements from row to row, multiples of 8
+  int64_t pitch_x;           // elements from row to row: the next multiple of 8 after k
+  int64_t pitch_w, pitch_y;  // multiples of 8
   bool transpose_w;
   bool bfloat16;  // or float16
   bool float32_result;

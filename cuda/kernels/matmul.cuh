@@ -70,7 +70,8 @@ struct RowsOfA {
   int first;
 };
 
-// A is whole before the kernel starts.
+// A is whole before the kernel starts. A source whose rows come bit by bit has wait_step(step) too,
+// for the columns of each step of the part.
 struct WholeSource {
   // Until the rows of the part, which begin at `row` of the result, may be read.
   template <typename Part>
@@ -108,8 +109,10 @@ struct Matmul {
     for (Part part = parts.next(); part.num_steps > 0; part = parts.next()) {
       const RowsOfA rows = source.wait(args.a, part, part.row(Shape::kM));
       const int col = part.n * Shape::kN;
-      for (int step = 0; step < part.num_steps; ++step)
+      for (int step = 0; step < part.num_steps; ++step) {
+        if constexpr (requires { source.wait_step(step); }) source.wait_step(step);
         load_step(rows, col, (part.begin + step) * kBlockK, part.group(), at);
+      }
     }
   }
 

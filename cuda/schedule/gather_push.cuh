@@ -3,8 +3,10 @@
 // beside it. Two schedules:
 //
 //   inter-SM   blocks that do nothing else (inter_sm.cuh), by bulk copies
-//                pusher      piece 0 | piece 1 | piece 2 | ...      the warp never waits for an
-//                announcer           └ flag    └ flag               acknowledgement
+//                pusher 0     piece 0 | piece 2 | piece 4 | ...      the warp never waits for an
+//                announcer 0          └ flag    └ flag               acknowledgement
+//                pusher 1     piece 1 | piece 3 | piece 5 | ...
+//                announcer 1          └ flag    └ flag
 //   intra-SM   a few warps of every block, by registers, since shared memory is taken
 //                piece 3 ─ flag ─ piece 17 ─ flag ─ ...             drawn from a counter
 //
@@ -21,7 +23,7 @@
 
 #include "mechanism/register.cuh"
 #include "mechanism/tma.cuh"
-#include "schedule/gather_walk.h"
+#include "schedule/gather_pieces.h"
 #include "schedule/rendezvous.cuh"
 #include "schedule/tile_flags.cuh"
 #include "tile/timeline.cuh"
@@ -29,72 +31,102 @@
 namespace pk {
 
 struct GatherPush {
-  const char* source;  // the part: [outer, inner] bytes
-  Published target;    // [outer, ranks, inner] bytes
+  const char* source;  // the part: [outer, rows, row_bytes]
+  Published target;    // [outer, ranks, rows, row_bytes]
   GatherPieces pieces;
 };
 
 struct PushMemory {
-  // Few SMs, so that each has much in flight. Loads, which take long beside a product, have half.
-  tma::Ring<12, 1 << GatherPieces::kLeastShift, 6> ring;
+  // Warps that push: one alone is kept busy by what it takes to issue copies. Few SMs, so that each
+  // has much in flight. Loads, which take long beside a product, have half.
+  static constexpr int kPushers = 2;
+  tma::Ring<6, GatherPieces::kStage, 3> ring[kPushers];
   Guests guests;
-  uint32_t pushed;  // moves that have arrived
+  uint32_t pushed[kPushers];  // moves that have arrived
 };
 
-// All threads of communicator `number`, two warps at least.
+// One thread, for its warp, which has told the peer.
+__device__ __forceinline__ void lap_pushed(const GatherPieces& pieces,
+                                           const GatherPieces::Sent& sent) {
+  timeline::lap(timeline::Did::kPush, pieces.number(sent.piece), sent.to,
+                pieces.tile(sent.piece).bytes());
+}
+
+// All threads of communicator `number`: two warps at least for each pusher.
 __device__ __forceinline__ void push_by_block(const Waiter& waiter, const GatherPush& push,
                                               int number, int num_communicators,
                                               PushMemory& shared) {
   const CommView& comm = waiter.comm;
   const GatherPieces& pieces = push.pieces;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int count = (pieces.num_sent() - number + num_communicators - 1) / num_communicators;
-  const int moves = pieces.shift - GatherPieces::kLeastShift;  // log2 of those of a piece
-  const auto sent = [&](int64_t i) {
-    return pieces.sent(number + static_cast<int>(i) * num_communicators);
-  };
-  if (warp == 0) shared.ring.init();
-  if (threadIdx.x == 0) shared.pushed = 0;
+  constexpr int kPushers = PushMemory::kPushers;
+  // From lane 0, so that the compiler knows that a warp stays together.
+  const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  // Of the block's pieces each pusher has every kPushers-th, and an announcer.
+  const int pusher = warp % kPushers, first = number + pusher * num_communicators;
+  const int stride = kPushers * num_communicators;
+  const int count = max(pieces.num_sent() - first + stride - 1, 0) / stride;
+  const int moves = pieces.moves_shift;  // log2 of those of a piece
+  const auto sent = [&](int64_t i) { return pieces.sent(first + static_cast<int>(i) * stride); };
+  uint32_t& pushed = shared.pushed[pusher];
+  if (warp == 0) {
+    for (auto& ring : shared.ring) ring.init();
+  }
+  if (threadIdx.x < kPushers) shared.pushed[threadIdx.x] = 0;
   const Published mine[] = {push.target};
   const uint32_t epoch = enter(waiter, mine, shared.guests);
-  if (warp == 0) {
-    const PartLayout packed = PartLayout::packed(pieces.inner);
+  if (warp < kPushers) {
+    const Part source{push.source, PartLayout::packed(pieces.row_bytes), 0};
     const PeerTensor target{shared.guests.address[0], comm.num_ranks,
-                            PartLayout::inside(comm.num_ranks, pieces.inner), comm.rank};
+                            PartLayout::outside(comm.num_ranks, pieces.rows, pieces.row_bytes),
+                            comm.rank};
     tma::store_tiles(
-        shared.ring, target,
+        shared.ring[pusher], target,
         [&](int64_t i) -> Move {
           const auto [to, piece] = sent(i >> moves);
-          const auto [o, first] = pieces.place(piece);
-          const int64_t col = first + ((i & ((1 << moves) - 1)) << GatherPieces::kLeastShift);
-          const int64_t left = max(pieces.inner - col, int64_t{0});
-          const auto bytes = static_cast<uint32_t>(min(left, int64_t{1 << pieces.kLeastShift}));
-          return {{push.source, packed, 0}, {o, col, 1, bytes}, to, 1};
+          return {source, pieces.move(piece, static_cast<int>(i) & ((1 << moves) - 1)), to, 1};
         },
         0, 1, int64_t{count} << moves,
         [] { ptx::fence_proxy_async(); },  // the invitations, before writes of the other proxy
         [&](int64_t i, const Move&) {
+          __syncwarp();  // each lane has waited for its own copies
           // Release of the moves, which have arrived; pairs with the acquire below.
-          if (lane == 0) ptx::st_release_cta(&shared.pushed, static_cast<uint32_t>(i) + 1);
+          if (lane == 0) ptx::st_release_cta(&pushed, static_cast<uint32_t>(i) + 1);
         },
         1u << moves);
-  } else if (warp == 1) {
+  } else if (warp < 2 * kPushers) {
     // A warp of its own, for fence and release wait for all that has been written: 3 us or so.
     const TileFlags flags{waiter, epoch};
     if (lane == 0) timeline::lap(timeline::Did::kEnter);
     for (int told = 0; told < count;) {
       int due = 0;
-      while (lane == 0 && due <= told) due = ptx::ld_acquire_cta(&shared.pushed) >> moves;
+      while (lane == 0 && due <= told) due = ptx::ld_acquire_cta(&pushed) >> moves;
       due = __shfl_sync(0xFFFFFFFF, due, 0);
       __syncwarp();  // for memory: the exchange orders nothing
       ptx::fence_proxy_async();
       for (int i = told + lane; i < due; i += 32) {
         const auto [to, piece] = sent(i);
-        flags.announce(to, piece);
-        timeline::lap(timeline::Did::kPush, piece, to, pieces.bytes(piece));
+        flags.announce(to, pieces.number(piece));
       }
-      told = due;
+      for (; told < due; ++told) {
+        if (lane == 0) lap_pushed(pieces, sent(told));
+      }
     }
+  }
+}
+
+// One warp: a piece into the gathered tensor at `target`.
+__device__ __forceinline__ void push_piece(const GatherPush& push, const GatherPieces::Piece& piece,
+                                           char* target) {
+  const GatherPieces& pieces = push.pieces;
+  const RowTile tile = pieces.joined(pieces.tile(piece));
+  const char* from = push.source + tile.row * pieces.row_bytes + tile.col;
+  char* to = target + pieces.row_of_result(piece, tile.row) * pieces.row_bytes + tile.col;
+#pragma unroll 1
+  for (uint32_t left = tile.num_rows; left > 0; --left) {
+    reg::copy_share(reinterpret_cast<uint4*>(to), reinterpret_cast<const uint4*>(from),
+                    tile.num_cols / 16, 0, 1);
+    from += pieces.row_bytes;
+    to += pieces.row_bytes;
   }
 }
 
@@ -123,16 +155,10 @@ __device__ __forceinline__ void push_by_warp(const Waiter& waiter, const GatherP
       invited_by = to;
       if (lane == 0) timeline::lap(timeline::Did::kEnter, timeline::kNoId, to);
     }
-    const auto [o, first] = pieces.place(pieces.sent(i).piece);
-    const int64_t left = pieces.inner - first;
-    reg::copy_share(reinterpret_cast<uint4*>(
-                        target + (o * pieces.num_ranks + pieces.rank) * pieces.inner + first),
-                    reinterpret_cast<const uint4*>(push.source + o * pieces.inner + first),
-                    static_cast<uint32_t>(min(left, int64_t{1} << pieces.shift) / 16), 0, 1);
+    push_piece(push, pieces.sent(i).piece, target);
     __syncwarp();  // gathers the lanes' stores for the release
-    if (lane == 0) flags.announce(invited_by, pieces.sent(i).piece);
-    if (lane == 0)
-      timeline::lap(timeline::Did::kPush, i, invited_by, pieces.bytes(pieces.sent(i).piece));
+    if (lane == 0) flags.announce(invited_by, pieces.number(pieces.sent(i).piece));
+    if (lane == 0) lap_pushed(pieces, pieces.sent(i));
   }
 }
 
@@ -140,11 +166,12 @@ __device__ __forceinline__ void push_by_warp(const Waiter& waiter, const GatherP
 __device__ __forceinline__ void copy_own(const GatherPush& push, uint32_t warp,
                                          uint32_t num_warps) {
   const GatherPieces& pieces = push.pieces;
+  const int64_t inner = int64_t{pieces.row_bytes} * pieces.rows;
   for (int o = 0; o < pieces.outer; ++o) {
-    const int64_t to = (o * pieces.num_ranks + pieces.rank) * pieces.inner;
+    const int64_t to = (o * pieces.num_ranks + pieces.rank) * inner;
     reg::copy_share(reinterpret_cast<uint4*>(push.target.address + to),
-                    reinterpret_cast<const uint4*>(push.source + o * pieces.inner),
-                    static_cast<uint32_t>(pieces.inner / 16), warp, num_warps);
+                    reinterpret_cast<const uint4*>(push.source + o * inner),
+                    static_cast<uint32_t>(inner / 16), warp, num_warps);
   }
   if (threadIdx.x % 32 == 0) timeline::lap(timeline::Did::kCopyOwn);
 }

@@ -12,8 +12,8 @@
 // There may be several matrices to gather, [outer, part_rows] rows of each rank. The result is then
 // [outer, ranks, part_rows], and each stretch of a rank's rows has tiles of its own.
 //
-// What a rank sends is cut into pieces with a flag each (gather_push.cuh), which are dealt out in
-// turn, so that all who push work on the rows that come next.
+// The rows of a band of tiles come together, chunk by chunk of k (gather_pieces.h), so that it does
+// not matter which of them a round of tiles takes first.
 #pragma once
 
 #include <cstdint>
@@ -111,67 +111,6 @@ struct GatherWalk {
       return {part, later_row + other * tile_rows, num_ranks * part_rows, false};
     return {part, (other - later_tiles) * tile_rows, own_row, false};
   }
-};
-
-// What a rank sends: its part, in pieces, to the peer that uses it first, then to the next one, ...
-struct GatherPieces {
-  int outer;
-  int64_t inner;  // bytes of one of the part's matrices
-  int shift;      // a piece has 2^shift bytes; the last one of a matrix may have fewer
-  int per_matrix, num_pieces;
-  int rank, num_ranks;
-
-  static constexpr int kLeastShift = 14;  // a stage of the communicators' rings
-  static constexpr int kMostShift = 18;
-
-  // `small`: for warps that push by themselves. No more than `most_pieces`, however large they are;
-  // none if there are more matrices than that.
-  PK_HOST_DEVICE static GatherPieces make(int outer, int64_t inner, int rank, int num_ranks,
-                                          bool small, int most_pieces) {
-    constexpr int kWanted = 64;
-    const int most = small ? kLeastShift : kMostShift;
-    GatherPieces pieces{outer, inner, kLeastShift, 0, 0, rank, num_ranks};
-    if (outer > most_pieces) return pieces;
-    while ((pieces.shift < most && pieces.count() > kWanted) || pieces.count() > most_pieces)
-      ++pieces.shift;
-    pieces.num_pieces = static_cast<int>(pieces.count());
-    pieces.per_matrix = pieces.num_pieces / outer;
-    return pieces;
-  }
-
-  // Where a piece lies.
-  struct Place {
-    int o;
-    int64_t first;  // byte of the matrix
-  };
-  PK_HOST_DEVICE Place place(int piece) const {
-    const int o = piece / per_matrix;
-    return {o, int64_t{piece - o * per_matrix} << shift};
-  }
-
-  PK_HOST_DEVICE uint32_t bytes(int piece) const {
-    const int64_t left = inner - place(piece).first, most = int64_t{1} << shift;
-    return static_cast<uint32_t>(left < most ? left : most);
-  }
-
-  // The piece that has a byte of matrix `o`.
-  PK_HOST_DEVICE int at(int o, int64_t byte) const {
-    return o * per_matrix + static_cast<int>(byte >> shift);
-  }
-
-  PK_HOST_DEVICE int num_sent() const { return num_pieces * (num_ranks - 1); }
-
-  struct Sent {
-    int to, piece;
-  };
-  PK_HOST_DEVICE Sent sent(int i) const {
-    const int turn = i / num_pieces;  // to the rank before this one, the one before that, ...
-    const int to = rank - 1 - turn;
-    return {to < 0 ? to + num_ranks : to, i - turn * num_pieces};
-  }
-
- private:
-  PK_HOST_DEVICE int64_t count() const { return outer * (((inner - 1) >> shift) + 1); }
 };
 
 }  // namespace pk

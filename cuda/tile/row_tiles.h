@@ -21,7 +21,7 @@ namespace pk {
 struct RowTile {
   int64_t row;
   int64_t col;        // bytes
-  uint32_t num_rows;  // more than 1 only if num_cols is the whole row
+  uint32_t num_rows;  // of RowTiles more than 1 only if num_cols is the whole row
   uint32_t num_cols;  // bytes
 
   PK_HOST_DEVICE uint32_t bytes() const { return num_rows * num_cols; }
