@@ -62,29 +62,50 @@ def test_seconds_are_no_less_than_what_they_are_made_of():
 
 
 def by_simulation(m, p, k, num_ranks, outer, tile, num_comm):
-    """When the last block ends, each making its tiles one by one."""
+    """When the last block ends, each making its tiles one by one, and each of them chunk by chunk.
+
+    What comes is counted in units, rows or rows of tiles, of which a part of a rank has `size`.
+    """
     workers, num_n, own = 132 - num_comm, -(-p // tile.cols), outer * -(-m // tile.rows)
-    rest = (num_ranks - 1) * own if outer > 1 else -(-(num_ranks - 1) * m // tile.rows)
-    sent_s = (num_ranks - 1) * outer * m * 2 * k / model.push_bandwidth(H200, num_comm, 132)
-    there = [0.0] * own
-    there += [model.ENTRY_S + model.PIECE_S + i * sent_s / rest for i in range(1, rest + 1)]
+    others, chunks = num_ranks - 1, model.num_chunks(k)
     band = model._band(tile, own, num_n, workers)
+    size, height, each = (own, band, 1) if outer > 1 else (m, band * tile.rows, tile.rows)
+    bandwidth = model.push_bandwidth(H200, num_comm, 132)
+    unit_s = outer * m * 2 * k / bandwidth / size
+    there, begin = [], 0  # by row of tiles and chunk
+    comes_at = []  # by unit: when the last one before its group has come, and how many the group is
+    for _ in range(others):
+        for group in range(0, size, height):
+            count = min(height, size - group)
+            comes_at += [(begin, count)] * count
+            begin += count
+    for first in range(0, len(comes_at), each):
+        before, count = comes_at[min(first + each, len(comes_at)) - 1]
+        there.append(
+            [
+                model.ENTRY_S + model.PIECE_S + (before + count * (c + 1) / chunks) * unit_s
+                for c in range(chunks)
+            ]
+        )
+    there = [[0.0] * chunks] * own + there
     tiles = [
         there[row]
-        for first in range(0, own + rest, band)
+        for first in range(0, len(there), band)
         for _ in range(num_n)
-        for row in range(first, min(first + band, own + rest))
+        for row in range(first, min(first + band, len(there)))
     ]
     free = [0.0] * workers
+    tile_s = matmul_model.tile_seconds(tile, k)
     for i, at in enumerate(tiles):
-        free[i % workers] = max(free[i % workers], at) + matmul_model.tile_seconds(tile, k)
+        for chunk in at:
+            free[i % workers] = max(free[i % workers], chunk) + tile_s / chunks
     return max(free)
 
 
 def test_tiles_end_when_a_simulation_says():
     rng, decided = np.random.default_rng(0), 0
     for _ in range(60):
-        m, p, k = (int(size) for size in rng.integers(1, 5000, 3))
+        m, p, k = (int(size) for size in rng.integers(1, (5000, 5000, 9000)))
         num_ranks, outer = int(rng.integers(2, 9)), int(rng.integers(1, 4))
         tile = model.TILES[rng.integers(2)]
         num_comm = int(rng.choice(model.COMM_BLOCKS[1:]))
@@ -94,6 +115,23 @@ def test_tiles_end_when_a_simulation_says():
         assert seconds >= simulated * (1 - 1e-9)
         decided += seconds <= simulated * (1 + 1e-9)
     assert decided > 40  # else memory decides
+
+
+def test_rows_that_come_in_chunks_are_waited_for_less():
+    """One chunk alone is there when all of it is; of two the second is needed half a tile later."""
+    tile, sizes = model.TILES[0], {"tile_rows": 128, "own": 8, "band": 8}
+    for k, chunks in ((2048, 1), (2056, 2), (8192, 4), (7168, 4)):
+        assert model.num_chunks(k) == chunks
+        work = model._Work(1024, 1024, k, 2, 1, False)
+        tile_s = matmul_model.tile_seconds(tile, k)
+        for sent_s in (tile_s / 4, 4 * tile_s):
+            (start,) = set(model._first_starts(work, **sizes, sent_s=sent_s, tile_s=tile_s))
+            first, last = sent_s / chunks, sent_s - (1 - 1 / chunks) * tile_s
+            assert start == pytest.approx(max(first, last))
+    # Two groups: the second comes when the first has.
+    sizes |= {"band": 4}
+    starts = model._first_starts(work, **sizes, sent_s=1.0, tile_s=0.0)
+    assert list(starts) == [0.5] * 4 + [1.0] * 4
 
 
 def test_more_ranks_more_rows_more_time():

@@ -1,8 +1,9 @@
 """How all_gather_matmul splits a GPU between pushing and multiplying, and what that should cost.
 
 Pure functions; `ffi/all_gather_matmul.cc` reads the result, `cuda/schedule/gather_walk.h` is the
-walk. What decides is the link beside a GEMM (`Hardware.loaded_store_bandwidth`), and whether the
-tiles come in whole waves on the SMs that are left: where they do, those that push cost nothing.
+walk, `gather_pieces.h` the order in which rows come. What decides is the link beside a GEMM
+(`Hardware.loaded_store_bandwidth`), and whether the tiles come in whole waves on the SMs that are
+left: where they do, those that push cost nothing.
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ TILES = matmul_model.TILES[:2]
 COMM_BLOCKS = (0, 1, 2, 4, 6, 8, 12, 16, 20, 24, 32)
 
 BAND_ROWS = 2048  # of the result, cuda/kernels/all_gather_matmul.cu
+CHUNK_BYTES = 4096  # of a row at most, cuda/schedule/gather_pieces.h
 COPY_BANDWIDTH = 1.2e9  # bytes that two warps of an SM copy or push, beside all else; a guess
 ENTRY_S = 3.5e-6  # before the first byte: the blocks' roles and the invitations
 PIECE_S = 4e-6  # from a byte's store to the use of its piece: acknowledgement, release, polls
@@ -167,25 +169,55 @@ def _seconds(
     num_n, workers = _ceil(work.p, tile.cols), num_sms - num_comm
     sent_s = others * part / push_bandwidth(hardware, num_comm, num_sms)
 
-    # When the last row of each row of tiles is there. Of the ranks the middle one stands for all.
-    own = work.outer * _ceil(work.m, tile.rows)
-    rest = others * own if work.outer > 1 else _ceil(others * work.m, tile.rows)
-    arrival = np.zeros(own + rest)
-    arrival[own:] = ENTRY_S + PIECE_S + np.arange(1, rest + 1) / max(rest, 1) * sent_s
-
     # A block makes every workers-th tile in the order of cuda/schedule/matmul_walk.h. The wait that
     # ends last is for some row of tiles; from there on its block works without another. Of a row
-    # the first tile counts, which has the most tiles behind it.
-    rows_of_tiles = np.arange(len(arrival))
+    # the first tile counts, which has the most tiles behind it. Of the ranks the middle one stands
+    # for all.
+    own = work.outer * _ceil(work.m, tile.rows)
     band = _band(tile, own, num_n, workers)
+    coming = _first_starts(work, tile.rows, own, band, sent_s, tile_s)
+    start = np.concatenate([np.zeros(own), ENTRY_S + PIECE_S + coming])
+    rows_of_tiles = np.arange(len(start))
     first_tile = rows_of_tiles // band * band * num_n + rows_of_tiles % band
-    num_left = (len(arrival) * num_n - 1 - first_tile) // workers + 1
-    tiles_s = float(np.max(arrival + num_left * tile_s, initial=0.0))
+    num_left = (len(start) * num_n - 1 - first_tile) // workers + 1
+    tiles_s = float(np.max(start + num_left * tile_s, initial=0.0))
 
     num_bytes = 2 * (work.num_ranks * rows * (work.k + work.p) + work.k * work.p)
     copied_s = work.own_rows * part / (COPY_BANDWIDTH * workers)
     copied_s += sent_s if num_comm == 0 else 0
     return max(tiles_s, copied_s, num_bytes / matmul_model.HBM_BANDWIDTH)
+
+
+def _first_starts(
+    work: _Work, tile_rows: int, own: int, band: int, sent_s: float, tile_s: float
+) -> np.ndarray:
+    """When the others' rows of tiles may begin and then wait for no chunk of k any more.
+
+    Of a group, the rows of a band, chunk c of C comes when c + 1 of C parts of its bytes have, and
+    a tile needs it c / C of its time after its start. Both go evenly, so the first chunk decides or
+    the last one.
+    """
+    others, chunks = work.num_ranks - 1, num_chunks(work.k)
+    if work.outer > 1:  # every part has rows of tiles of its own
+        size, height = own, band
+        last = np.arange(others * own)
+    else:
+        size, height = work.m, band * tile_rows
+        last = np.arange(1, _ceil(others * work.m, tile_rows) + 1) * tile_rows
+        last = np.minimum(last, others * work.m) - 1
+    part, row = np.divmod(last, size)
+    group = row // height * height
+    bytes_s = sent_s / max(others * size, 1)  # of a row, or of a row of tiles
+    group_s = (np.minimum(group + height, size) - group) * bytes_s
+    late_s = np.maximum(group_s / chunks, group_s - (chunks - 1) / chunks * tile_s)
+    return (part * size + group) * bytes_s + late_s
+
+
+def num_chunks(k: int) -> int:
+    """The chunks of k in which rows come, if there are flags for them."""
+    row = 2 * _ceil(k, 8) * 8
+    chunks = _ceil(row, CHUNK_BYTES)
+    return _ceil(row, row if chunks == 1 else _ceil(_ceil(row, chunks), 128) * 128)
 
 
 def _band(tile: matmul_model.Tile, own: int, num_n: int, workers: int) -> int:
