@@ -163,6 +163,22 @@ def test_any_number_of_blocks(ranks):
     _run(ranks, (1, 8, 300), 9, comm=8)  # fewer pieces than communicators
 
 
+@pytest.mark.parametrize("k", (8, 1016, 2040, 2048, 2056, 3000, 6208))
+@pytest.mark.parametrize("comm", (0, 3))
+def test_chunks_of_k(ranks, k, comm):
+    """One chunk and less; a whole one; a few columns more; two and four of unequal steps."""
+    for m in (260, 130, 1):  # tiles and pieces end with a few rows
+        _run(ranks, (m, k, 300), comm=comm, calls=2, seed=k)
+    _run(ranks, (70, k, 264), comm=comm, outer=3, calls=2, tile="128x128", seed=k + 1)
+
+
+@pytest.mark.parametrize("comm", (0, 1, 5))
+def test_several_groups_of_bands(ranks, comm):
+    """Rows of more than a round of tiles: pieces go group by group, and chunk by chunk in each."""
+    _run(ranks, (2200, 4096, 300), 7, comm=comm, calls=2)  # bands of 9 rows of tiles
+    _run(ranks, (130, 2056, 300), 7, 12, comm=comm, calls=2, outer=9, tile="128x128")
+
+
 def test_many_pieces(ranks):
     """Parts of many flags, and tiles that wait for more flags than a warp has lanes."""
     for comm in (0, 3):
