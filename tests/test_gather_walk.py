@@ -100,6 +100,16 @@ def test_chunks_are_whole_steps(ffi):
         assert min(row_bytes, 2048) <= chunk <= 4096
 
 
+def test_mover_and_watcher_count_the_same_chunks(ffi):
+    """One counts steps of 64 columns, the other bytes; with few flags chunks are wider."""
+    for k in (1, 8, 63, 64, 65, 1000, 2047, 2048, 2049, 3000, 6208, 7168, 20480):
+        for outer in (1, 3000):
+            blocks, _, chunk = ffi.gather_walk(1, 2 * (k + -k % 8), 0, 2, 1, 1, outer=outer)
+            by_mover = range(0, -(-k // 64), -(-chunk // 128))
+            watched = {len(chunks) for *_, own, chunks in blocks[0] if not own}
+            assert watched == {len(by_mover)}, (k, outer)
+
+
 @pytest.mark.parametrize("n", (1, 2, 3, 8))
 @pytest.mark.parametrize("part", (*PARTS, (1 << 19, 32768, 1), (16, 8192, 500)), ids=str)
 @pytest.mark.parametrize("small", (False, True))
