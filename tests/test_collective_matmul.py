@@ -265,15 +265,15 @@ ERRORS = {
         {},
         r"of x, 3 of \(4, 3\), must equal .* of w, 5 of \(5",
     ),
-    "cut w": ("gather", (4, 12), (3, 6), {}, r"cut along k, .* in_specs are P\(None, 'x'\)"),
+    "cut w": ("gather", (4, 12), (3, 6), {}, r"cut along k, .*: in_specs P\(None, 'x'\)$"),
     "whole w": (
         "scatter",
         (4, 3),
         (12, 6),
         {},
-        r"give each rank its rows: in_specs P\('x', None\)",
+        r"; w has the rows of all ranks: give .*, in_specs P\('x', None\)$",
     ),
-    "whole x": ("reduce", (4, 12), (3, 6), {}, r"its columns: in_specs P\(\.\.\., 'x'\)"),
+    "whole x": ("reduce", (4, 12), (3, 6), {}, r"its columns, in_specs P\(\.\.\., 'x'\)$"),
     "rows": ("scatter", (6, 3), (3, 6), {}, r"size 6, .* divisible by the 4 ranks .* zeros to 8"),
     "a row": ("gather", (3,), (3, 6), {}, r"x must be \[\.\.\., m, k\], got shape \(3,\)"),
     "a vector": ("reduce", (4, 3), (3,), {}, r"w \[k, p\], got shapes \(4, 3\) and \(3,\)"),
@@ -325,8 +325,55 @@ def fails(mesh, f, *xs):
 def test_what_does_not_fit(case, mesh_of):
     name, x, w, more, words = ERRORS[case]
     op = FUNCTIONS[name]
-    with pytest.raises((ValueError, TypeError), match=f"{op.__name__}.*{words}"):
+    with pytest.raises((ValueError, TypeError), match=f"(?m){op.__name__}.*{words}"):
         fails(mesh_of(x=4), lambda x, w: op(x, w, "x", **more), jnp.ones(x), jnp.ones(w))
+
+
+ROWS_OF_W = r"give each rank its rows, in_specs P\('x', None\)"
+TRANSPOSED = r"w is \[p, k\]: pass w\.T"
+# The whole operands and their specs; what the message says is wrong, from shapes and types.
+CUT_WRONGLY = {
+    "whole w": ("scatter", COLUMNS, (12, 6), P(), rf"; w is .* equal .*\['x'\], .*: {ROWS_OF_W}$"),
+    "w by columns": ("reduce", COLUMNS, (12, 8), P(None, "x"), rf"; w is cut .*: {ROWS_OF_W}$"),
+    "whole x": ("reduce", P(), (12, 6), ROWS, "; x is typed as equal on all ranks .*, in_specs"),
+    "x by rows": ("reduce", ROWS, (12, 6), ROWS, r"; x is cut otherwise, .* P\(\.\.\., 'x'\)$"),
+    "w.T by columns": ("scatter", COLUMNS, (6, 12), COLUMNS, f"; {TRANSPOSED}$"),
+    "w.T by rows": ("scatter", COLUMNS, (8, 12), ROWS, r"is cut .* P\(None, 'x'\), .* pass w\.T$"),
+    "whole w.T": ("reduce", COLUMNS, (6, 12), P(), r"w is \[p, k\] .* equal .* pass w\.T$"),
+    "square w by columns": ("reduce", COLUMNS, (12, 12), COLUMNS, f"{ROWS_OF_W}; or {TRANSPOSED}$"),
+    "w by rows": ("gather", ROWS, (12, 8), ROWS, r"; w is cut along k, .* P\(None, 'x'\)$"),
+    "other whole w": ("gather", ROWS, (3, 8), P(), "; transpose or slice one of them$"),
+    "x by columns": ("gather", COLUMNS, (12, 8), COLUMNS, r"; x is cut along k, .* P\('x'\)$"),
+    "w.T by its rows": ("gather", ROWS, (8, 12), ROWS, f"; {TRANSPOSED}$"),
+    "w.T along k": (
+        "gather",
+        ROWS,
+        (8, 12),
+        COLUMNS,
+        r"is \[p, k\] and cut .* P\('x', None\), and",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CUT_WRONGLY)
+def test_what_types_say_of_what_does_not_fit(case, mesh_of):
+    name, of_x, w, of_w, words = CUT_WRONGLY[case]
+    op = FUNCTIONS[name]
+    f = mapped(lambda x, w: op(x, w, "x"), mesh_of(x=4), (of_x, of_w), P())
+    with pytest.raises(ValueError, match=f"(?m){op.__name__}: the last dimension of x.*{words}"):
+        jax.eval_shape(f, jnp.ones((8, 12)), jnp.ones(w))
+
+
+def test_a_weight_that_is_cut_over_one_of_two_axes(mesh_of):
+    f = mapped(
+        lambda x, w: pk.matmul_all_reduce(x, w, ("a", "b")),
+        mesh_of(a=2, b=2),
+        (P(None, ("a", "b")), P("a")),
+        P(),
+    )
+    words = r"w is typed as equal on all ranks of \['b'\], .* P\(\('a', 'b'\), None\)"
+    with pytest.raises(ValueError, match=words):
+        jax.eval_shape(f, jnp.ones((8, 12)), jnp.ones((12, 6)))
 
 
 def test_operands_that_do_not_fit(mesh_of):

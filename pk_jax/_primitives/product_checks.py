@@ -173,20 +173,75 @@ def check_factors(op: str, x: Any, w: Any, name: str, axes: Sequence[Any], cut: 
     k, of_w = x.shape[-1], w.shape[0]
     if k == of_w:
         return
-    size = checks.bound_size(axes)
-    remedy = "transpose or slice one of them"
-    if size > 1 and cut == "k" and of_w == k * size:
-        remedy = f"{name} is whole, give each rank its rows: in_specs P({_spec(axes)}, None)"
-    elif size > 1 and cut == "k" and k == of_w * size:
-        remedy = f"x is whole, give each rank its columns: in_specs P(..., {_spec(axes)})"
-    elif size > 1 and cut == "rows" and k == of_w * size:
-        remedy = (
-            f"{name} is cut along k, which is not gathered: its in_specs are P(None, {_spec(axes)})"
-        )
+    hints = (_hints_of_sum if cut == "k" else _hints_of_gather)(x, w, name, axes)
+    remedy = "; or ".join(hints) or "transpose or slice one of them"
     raise ValueError(
         f"{op}: the last dimension of x, {k} of {x.shape}, must equal the first of {name}, {of_w} "
         f"of {w.shape}; {remedy}"
     )
+
+
+def _hints_of_sum(x: Any, w: Any, name: str, axes: Sequence[Any]) -> list[str]:
+    """What may be wrong with factors that do not fit, of which a rank is to have parts along k."""
+    k, (of_w, last), spec = x.shape[-1], w.shape, _spec(axes)
+    hints = []
+    if _has_all(w, of_w, k, axes):
+        lies = _how_it_lies(name, w, "rows", axes)
+        hints.append(f"{lies}: give each rank its rows, in_specs P({spec}, None)")
+    elif _has_all(x, k, of_w, axes):
+        lies = _how_it_lies("x", x, "columns", axes)
+        hints.append(f"{lies}: give each rank its columns, in_specs P(..., {spec})")
+    if last == k:
+        hints.append(f"{name} is [p, k]: pass {name}.T")
+    elif not hints and _has_all(w, last, k, axes):
+        lies = _how_it_lies(name, w, "columns", axes)
+        hints.append(f"{name} is [p, k] and {lies}: in_specs P(None, {spec}), and pass {name}.T")
+    return hints
+
+
+def _hints_of_gather(x: Any, w: Any, name: str, axes: Sequence[Any]) -> list[str]:
+    """What may be wrong with factors that do not fit, of which x is to be gathered along rows."""
+    k, (of_w, last), spec = x.shape[-1], w.shape, _spec(axes)
+    parts_of_x, parts_of_w = (
+        checks.bound_size([axis for axis in axes if axis not in equal_over(y, axes)])
+        for y in (x, w)
+    )
+    hints = []
+    if k == of_w * parts_of_w:
+        hints.append(f"{name} is cut along k, which is not gathered: in_specs P(None, {spec})")
+    elif of_w == k * parts_of_x:
+        hints.append(f"x is cut along k, which is not gathered: cut its rows, in_specs P({spec})")
+    if last == k:
+        hints.append(f"{name} is [p, k]: pass {name}.T")
+    elif not hints and k == last * parts_of_w:
+        hints.append(
+            f"{name} is [p, k] and cut along k, which is not gathered: in_specs P({spec}, None), "
+            f"and pass {name}.T"
+        )
+    return hints
+
+
+def _has_all(y: Any, length: int, part: int, axes: Sequence[Any]) -> bool:
+    """Whether a length is that of the parts of all ranks, or of those on which y is the same."""
+    return length in (part * checks.bound_size(each) for each in (axes, equal_over(y, axes)))
+
+
+def _how_it_lies(name: str, y: Any, what: str, axes: Sequence[Any]) -> str:
+    """Of a y that has the rows or columns of all ranks: what its type says of it."""
+    if not _compat.check_vma():
+        return f"{name} has the {what} of all ranks"
+    equal = equal_over(y, axes)
+    if equal:
+        return f"{name} is typed as equal on all ranks of {equal}, it is whole"
+    return f"{name} is cut otherwise, as it varies over {[*axes]} but has the {what} of all ranks"
+
+
+def equal_over(y: Any, axes: Sequence[Any]) -> list[Any]:
+    """The axes of more than one rank over which y is typed as equal, as far as types say."""
+    if not _compat.check_vma():
+        return []
+    varying = _compat.varying_axes(y)
+    return [axis for axis in axes if axis not in varying and checks.bound_size([axis]) > 1]
 
 
 def check_states(op: str, axes: Sequence[Any], **operands: Any) -> None:
@@ -207,10 +262,8 @@ def check_summed(op: str, x: Any, w: Any, axes: Sequence[Any], dtype: Any) -> No
     """Raises where a sum over ranks of x @ w is known to be none of parts along k."""
     if dtype == np.bool_:
         raise TypeError(f"{op}: there is no sum of booleans; convert x or w to int32")
-    if not _compat.check_vma():
-        return
     varying = _compat.varying_axes(x, w)
-    alike = [axis for axis in axes if axis not in varying and checks.bound_size([axis]) > 1]
+    alike = [axis for axis in equal_over(x, axes) if axis not in varying]
     if alike:
         raise ValueError(
             f"{op}: x and w are typed as equal on all ranks of {alike} (they vary over "
