@@ -146,8 +146,9 @@ def row_parallel_dense(
     Raises:
         TypeError: an operand or a bias is not an array of numbers of a dtype that goes with the
             others.
-        ValueError: shapes that do not fit, rows that cannot be cut, operands or a bias that are not
-            typed as different, or equal, on all ranks, or a knob that the op does not have.
+        ValueError: shapes that do not fit, rows that cannot be cut, an x or a w that is typed as
+            equal on all ranks, a bias that is typed as different, or a knob that the op does not
+            have.
         NotImplementedError: with ``implementation="cuda"``, why the kernels cannot run.
 
     The way out of a layer whose activations are whole on every rank::
@@ -165,6 +166,7 @@ def row_parallel_dense(
         y = matmul_all_reduce(x, w, axes, **options)
     else:
         y = matmul_reduce_scatter(x, w, axes, scatter_dimension=sequence_dimension, **options)
+    _check_parts(op, x, w, axes)
     _check_bias(op, bias, x, w, axes, whole=True)
     return _add(y, bias)
 
@@ -186,6 +188,22 @@ def _check_rows(op: str, x: Any, axes: tuple[Any, ...], sequence_dimension: int 
             f"{op}: x is typed as equal on all ranks of {axes}, so that there are no rows to "
             "gather; pass sequence_dimension=None"
         )
+
+
+def _check_parts(op: str, x: Any, w: Any, axes: tuple[Any, ...]) -> None:
+    """Raises where a type says that ranks have the same, not parts along k, though sizes fit.
+
+    The ops let that pass, as jax.lax does: of an x of each rank and one w for all, or the other way
+    round, there is a sum. But it is none of a layer whose weights are cut by rows.
+    """
+    spec = repr(axes[0] if len(axes) == 1 else axes)
+    for name, each, cut in (("x", x, f"P(..., {spec})"), ("w", w, f"P({spec}, None)")):
+        if equal := product_checks.equal_over(each, axes):
+            raise ValueError(
+                f"{op}: {name} is typed as equal on all ranks of {equal}, so that it is not cut "
+                f"along k; give each rank its part, in_specs {cut}, or, if they are to have the "
+                f"same, use jax.lax.pcast({name}, {tuple(equal)}, to='varying')"
+            )
 
 
 def _biases(op: str, ws: Sequence[Any], bias: Any, several: bool) -> list[Any]:

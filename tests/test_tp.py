@@ -5,6 +5,7 @@ rows gathered that all ranks have, or taken as whole where they are parts; a gra
 equal on all ranks that is not summed over them.
 """
 
+import functools
 import re
 
 import jax
@@ -171,6 +172,16 @@ ERRORS = {
         ValueError,
         r"bias is typed as different on the ranks of \['tp'\].*in_specs P\(\)",
     ),
+    "the same weight on all ranks": (
+        lambda x, w: row(x, ONES((8, 8), "f4")),
+        ValueError,
+        r"row_parallel_dense: w is typed as equal on all ranks of \['tp'\], .* P\('tp', None\), or",
+    ),
+    "the same columns on all ranks": (
+        lambda x, w: row(ONES((8, 8), "f4"), w, sequence_dimension=None),
+        ValueError,
+        r"x is typed as equal .* P\(\.\.\., 'tp'\), or, .*pcast\(x, \('tp',\), to='varying'\)",
+    ),
     "a bias of another dtype": (
         lambda x, w: column(x, w, ONES(8, "f2")),
         TypeError,
@@ -200,6 +211,26 @@ def test_errors(what, mesh_of):
     f = jax.shard_map(call, mesh=mesh_of(tp=N), in_specs=(P("tp"), P("tp")), out_specs=P("tp"))
     with pytest.raises(error, match=text):
         jax.eval_shape(f, ONES((64, 8), "f4"), ONES((64, 8), "f4"))
+
+
+def test_equal_parts_that_are_meant(mesh_of):
+    """By a cast that the message names; where the op is called by its own name; without types."""
+
+    def f(layer, x, w):
+        return layer(x, lax.pcast(w, ("tp",), to="varying") if layer is row else w)
+
+    x, w = values((N, 3 * N)), values((3, 5), seed=1)
+    want = sum(x[:, 3 * i : 3 * i + 3] @ w for i in range(N))
+    for check_vma in (True, False):
+        for layer in (row, lambda x, w: pk.matmul_reduce_scatter(x, w, "tp")):
+            g = jax.shard_map(
+                functools.partial(f, layer),
+                mesh=mesh_of(tp=N),
+                in_specs=(COLUMNS, P()),
+                out_specs=P("tp"),
+                check_vma=check_vma,
+            )
+            np.testing.assert_allclose(jax.jit(g)(x, w), want, rtol=1e-5)
 
 
 def test_an_axis_that_is_not_bound():
