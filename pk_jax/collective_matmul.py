@@ -94,6 +94,7 @@ def all_gather_matmul(
         product_checks.check_operand(op, name, each)
         product_checks.check_factors(op, x, each, name, axes, "rows")
         product_checks.check_states(op, axes, x=x, **{name: each})
+        product_checks.common_dtype(op, x=x, **{name: each})
     return_gathered = checks.check_flag(op, "return_gathered", return_gathered)
     save_gathered = checks.check_flag(op, "save_gathered", save_gathered)
     if axes and not _in_parts(op, implementation, resolved, x, *ws):
@@ -298,7 +299,7 @@ def _summands(
     product_checks.check_operand(op, "w", w)
     product_checks.check_factors(op, x, w, "w", axes, "k")
     product_checks.check_states(op, axes, x=x, w=w)
-    common = jnp.result_type(x, w)
+    common = product_checks.common_dtype(op, x=x, w=w)
     dtype = product_checks.result_dtype(op, common, preferred)
     product_checks.check_summed(op, x, w, axes, dtype)
     wire = config.reduce_dtype if config is not None else None

@@ -88,7 +88,7 @@ def ragged_dot(
             "implement it either; slice the rows of lhs, rhs and group_sizes instead"
         )
     _check_types(op, lhs, rhs, group_sizes)
-    common = jnp.result_type(lhs, rhs)
+    common = product_checks.common_dtype(op, lhs=lhs, rhs=rhs)
     dtype = product_checks.result_dtype(op, common, preferred_element_type)
     return _ragged_dot.ragged_dot(
         lax.convert_element_type(lhs, common),

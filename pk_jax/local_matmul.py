@@ -72,7 +72,8 @@ def matmul(
         [..., n].
 
     Raises:
-        TypeError: an operand is not an array of numbers, or they have no product of the dtype.
+        TypeError: an operand is not an array of numbers, or they have no common dtype (of 8-bit
+            floats and others there is none) or no product of the dtype.
         ValueError: shapes that do not fit, an unknown activation, or a knob that the op does not
             have.
 
@@ -97,7 +98,7 @@ def matmul(
             f"{op}: the last dimension of x, {x.shape[-1]} of {x.shape}, must equal the first of "
             f"w, {w.shape[0]} of {w.shape}; transpose or slice one of them"
         )
-    common = jnp.result_type(x, w)
+    common = product_checks.common_dtype(op, x=x, w=w)
     float8 = common == jnp.float8_e4m3fn
     if float8 and preferred_element_type is None:
         preferred_element_type = jnp.bfloat16

@@ -195,6 +195,32 @@ def test_scales_are_for_float8_alone():
         pk.matmul(x, x, scale_w=2.0)
 
 
+def test_two_dtypes_that_have_none_in_common(mesh_of):
+    """Of all products, in their own words; JAX's promotion has no floats of 8 bits."""
+    x, w, total = jnp.ones((4, 2), F8), jnp.ones((2, 4), jnp.bfloat16), jnp.array([2, 2])
+    converted = r"convert one, as by x\.astype\('bfloat16'\)"
+    found = f"x of dtype float8_e4m3fn and w of dtype bfloat16 have no common dtype.*; {converted}"
+    products = {
+        "all_gather_matmul": lambda x, w: pk.all_gather_matmul(x, w, "x"),
+        "matmul_reduce_scatter": lambda x, w: pk.matmul_reduce_scatter(x, w, "x"),
+        "matmul_all_reduce": lambda x, w: pk.matmul_all_reduce(x, w, "x"),
+    }
+    for op, f in products.items():
+        g = jax.shard_map(f, mesh=mesh_of(x=2), in_specs=(P("x"), P()), out_specs=P("x"))
+        with pytest.raises(TypeError, match=f"{op}: {found}"):
+            jax.eval_shape(g, x, w)
+    for first, second, words in (
+        (x, w, found),
+        (w.T, x.T, r"convert one, as by w\.astype\('bfloat16'\)"),
+        (x, w.astype("float8_e5m2"), "convert both to a wider one"),
+        (x, w.astype("int4"), r"as by w\.astype\('float8_e4m3fn'\)"),
+    ):
+        with pytest.raises(TypeError, match=f"matmul: .*{words}"):
+            pk.matmul(first, second)
+    with pytest.raises(TypeError, match=r"ragged_dot: lhs .* rhs of dtype .* by lhs\.astype"):
+        pk.ragged_dot(x, jnp.ones((2, 2, 4), jnp.bfloat16), total)
+
+
 def test_a_default_tile_gives_way():
     x, w = operands(4)
     with pk.use_config(tile=(128, 256)):

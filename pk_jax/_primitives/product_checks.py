@@ -26,6 +26,31 @@ def check_operand(op: str, name: str, operand: Any) -> None:
         raise TypeError(f"{op}: {name} must hold numbers, got dtype {dtype}; convert it first")
 
 
+def common_dtype(op: str, **operands: Any) -> Any:
+    """The dtype in which two operands are multiplied: what JAX promotes theirs to.
+
+    Raises:
+        TypeError: it promotes them to none, as floats of 8 bits with any others.
+    """
+    try:
+        return jnp.result_type(*operands.values())
+    except jax.dtypes.TypePromotionError:
+        dtypes = {name: operand.dtype for name, operand in operands.items()}
+    found = " and ".join(f"{name} of dtype {dtype}" for name, dtype in dtypes.items())
+    low, high = sorted(dtypes, key=lambda name: _rank(dtypes[name]))
+    remedy = "convert both to a wider one"
+    if _rank(dtypes[low]) != _rank(dtypes[high]):
+        remedy = f"convert one, as by {low}.astype('{dtypes[high]}')"
+    rule = f"jax_numpy_dtype_promotion={jax.config.jax_numpy_dtype_promotion}"
+    raise TypeError(f"{op}: {found} have no common dtype by {rule}; {remedy}") from None
+
+
+def _rank(dtype: Any) -> tuple[bool, bool, int]:
+    """By which a dtype comes after those that it can stand for."""
+    is_complex, is_inexact = (jnp.issubdtype(dtype, k) for k in (np.complexfloating, np.inexact))
+    return is_complex, is_inexact, _compat.bits_per_element(dtype)
+
+
 def result_dtype(op: str, common: Any, preferred: Any) -> Any:
     """The dtype of a product of operands of one dtype, as lax has it.
 
