@@ -9,11 +9,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from product_twins import OPS, RANKS, TWINS, mapped
 
 import pk_jax as pk
 from pk_jax import _selection
+from pk_jax._tuning import few_rows_model, matmul_reduce_model
 
 FUNCTIONS = {
     "gather": pk.all_gather_matmul,
@@ -116,6 +118,31 @@ def test_few_rows(name, can_run, calls_of):
     sizes, config = ((3, 8, 32), (32, 48)), pk.Config(tile=(128, 64))
     text = calls_of(name, sizes=sizes, config=config, text=True)
     assert "few_rows" in text and ("stablehlo.transpose" in text) == (name == "scatter")
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_many_ranks(name, can_run, calls_of):
+    """Nine are one kernel's; where there are too many for a sum the parts run, or it is said."""
+    op, fused = FUNCTIONS[name].__name__, pk.Config(schedule="intra_sm")
+
+    def of_ranks(ranks, config=fused, rows=256, **kwargs):
+        mesh = AbstractMesh((ranks,), ("x",), axis_types=(AxisType.Auto,))
+        sizes = (rows * ranks, 64), (64, 64)
+        return calls_of(name, sizes=sizes, config=config, mesh=mesh, **kwargs)
+
+    (call,) = of_ranks(9)
+    assert (call["op"], call["group_size"]) == (op, 9)
+    many, few = matmul_reduce_model.MOST_RANKS + 1, few_rows_model.MOST_RANKS + 1
+    if name == "gather":
+        assert ops_of(of_ranks(many)) == [op]
+        return
+    tile = pk.Config(tile=few_rows_model.TILE)
+    assert ops_of(of_ranks(9, tile, rows=1)) == [f"{op}_few_rows"]
+    for ranks, config in ((many, fused), (few, tile)):
+        assert ops_of(of_ranks(ranks, config, rows=1)) == [MOVES[name]]
+        words = f"{op} .* {ranks} ranks; the kernel .*at most {ranks - 1}"
+        with pytest.raises(NotImplementedError, match=words):
+            of_ranks(ranks, config, rows=1, implementation="cuda")
 
 
 @pytest.mark.parametrize("name", ("scatter", "reduce"))
