@@ -182,13 +182,8 @@ def test_tensor_parallel_is_made_of_fused_products(block):
 
 
 def test_tensor_parallel_speed(block, monkeypatch):
-    timing = block.module.timing
-    medians = {"pk_jax": 500.0, "jax.lax": 600.0}
-    monkeypatch.setattr(
-        timing,
-        "time_programs",
-        lambda programs, sample_ms: {n: timing.Timing(medians[n], 0, 0, 0) for n in programs},
-    )
+    medians = {"pk_jax": 500e-6, "jax.lax": 600e-6}
+    monkeypatch.setattr(block.module, "time_in_turn", lambda calls: {n: medians[n] for n in calls})
     setup = block.module.MODELS["70b-slice"]
     head, *lines = block.module.speed(*block.both, (), setup)
     assert head.split() == ["jax.lax", "pk_jax", "speed-up", "TFLOP/s", "a", "device"]
@@ -197,6 +192,21 @@ def test_tensor_parallel_speed(block, monkeypatch):
     # Llama 70B on eight GPUs: the products of two layers, 8192 tokens each, and their attention.
     flops = 2 * (2 * 8192 * 8192 * (1280 + 1024 + 3 * 3584) + 4 * 2048**2 * 1024 * 2)
     assert setup.flops == flops and lines[0].split()[-1] == f"{flops / 500e6:.0f}"
+
+
+def test_programs_are_timed_in_turn(example, monkeypatch):
+    """Medians by a clock that calls alone move, after three calls that do not count."""
+    module, now, made = example("tensor_parallel"), [0.0], []
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def call(name, seconds):
+        made.append(name)
+        now[0] += 100 if len(made) in (1, 9) else seconds  # one compiles, and one is disturbed
+        return np.zeros(1)
+
+    calls = {"a": partial(call, "a", 1 / 32), "b": partial(call, "b", 1 / 16)}
+    assert module.time_in_turn(calls, samples=3) == {"a": 1 / 32, "b": 1 / 16}
+    assert "".join(made) == 3 * "ab" + 3 * "aabb"
 
 
 def test_tensor_parallel_arguments(example):

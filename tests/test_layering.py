@@ -133,6 +133,12 @@ def test_python_imports_go_one_way():
     assert not wrong, "wrong-way imports:\n" + "\n".join(wrong)
 
 
+def test_examples_import_what_is_public():
+    paths = list(files(".py", under=("examples",)))
+    private = [(str(path), name) for path in paths for name in python_imports(path) if "._" in name]
+    assert paths and not private
+
+
 @pytest.mark.parametrize("owner", ALONE)
 def test_named_by_one_file_alone(owner: str):
     suffixes = {".py"} if owner.endswith(".py") else CPP_SUFFIXES
