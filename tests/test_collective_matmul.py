@@ -333,12 +333,24 @@ ROWS_OF_W = r"give each rank its rows, in_specs P\('x', None\)"
 TRANSPOSED = r"w is \[p, k\]: pass w\.T"
 # The whole operands and their specs; what the message says is wrong, from shapes and types.
 CUT_WRONGLY = {
-    "whole w": ("scatter", COLUMNS, (12, 6), P(), rf"; w is .* equal .*\['x'\], .*: {ROWS_OF_W}$"),
-    "w by columns": ("reduce", COLUMNS, (12, 8), P(None, "x"), rf"; w is cut .*: {ROWS_OF_W}$"),
-    "whole x": ("reduce", P(), (12, 6), ROWS, "; x is typed as equal on all ranks .*, in_specs"),
-    "x by rows": ("reduce", ROWS, (12, 6), ROWS, r"; x is cut otherwise, .* P\(\.\.\., 'x'\)$"),
+    "whole w": (
+        "scatter",
+        COLUMNS,
+        (12, 6),
+        P(),
+        rf"; w is whole, .* equal .*\['x'\]: {ROWS_OF_W}$",
+    ),
+    "w by columns": ("reduce", COLUMNS, (12, 8), P(None, "x"), rf"; w is cut, .*: {ROWS_OF_W}$"),
+    "whole x": ("reduce", P(), (12, 6), ROWS, "; x is whole, .* equal on all ranks .*, in_specs"),
+    "x by rows": (
+        "reduce",
+        ROWS,
+        (12, 6),
+        ROWS,
+        r"; x is cut, as .* all ranks: .* P\(\.\.\., 'x'\)$",
+    ),
     "w.T by columns": ("scatter", COLUMNS, (6, 12), COLUMNS, f"; {TRANSPOSED}$"),
-    "w.T by rows": ("scatter", COLUMNS, (8, 12), ROWS, r"is cut .* P\(None, 'x'\), .* pass w\.T$"),
+    "w.T by rows": ("scatter", COLUMNS, (8, 12), ROWS, r"is cut, .* P\(None, 'x'\), .* pass w\.T$"),
     "whole w.T": ("reduce", COLUMNS, (6, 12), P(), r"w is \[p, k\] .* equal .* pass w\.T$"),
     "square w by columns": ("reduce", COLUMNS, (12, 12), COLUMNS, f"{ROWS_OF_W}; or {TRANSPOSED}$"),
     "w by rows": ("gather", ROWS, (12, 8), ROWS, r"; w is cut along k, .* P\(None, 'x'\)$"),
@@ -371,7 +383,7 @@ def test_a_weight_that_is_cut_over_one_of_two_axes(mesh_of):
         (P(None, ("a", "b")), P("a")),
         P(),
     )
-    words = r"w is typed as equal on all ranks of \['b'\], .* P\(\('a', 'b'\), None\)"
+    words = r"w is whole, .* equal on all ranks of \['b'\]: .* P\(\('a', 'b'\), None\)"
     with pytest.raises(ValueError, match=words):
         jax.eval_shape(f, jnp.ones((8, 12)), jnp.ones((12, 6)))
 

@@ -211,15 +211,15 @@ def _hints_of_sum(x: Any, w: Any, name: str, axes: Sequence[Any]) -> list[str]:
     k, (of_w, last), spec = x.shape[-1], w.shape, _spec(axes)
     hints = []
     if _has_all(w, of_w, k, axes):
-        lies = _how_it_lies(name, w, "rows", axes)
-        hints.append(f"{lies}: give each rank its rows, in_specs P({spec}, None)")
+        lies = _how_it_lies(w, "rows", axes)
+        hints.append(f"{name} {lies}: give each rank its rows, in_specs P({spec}, None)")
     elif _has_all(x, k, of_w, axes):
-        lies = _how_it_lies("x", x, "columns", axes)
-        hints.append(f"{lies}: give each rank its columns, in_specs P(..., {spec})")
+        lies = _how_it_lies(x, "columns", axes)
+        hints.append(f"x {lies}: give each rank its columns, in_specs P(..., {spec})")
     if last == k:
         hints.append(f"{name} is [p, k]: pass {name}.T")
     elif not hints and _has_all(w, last, k, axes):
-        lies = _how_it_lies(name, w, "columns", axes)
+        lies = _how_it_lies(w, "columns", axes)
         hints.append(f"{name} is [p, k] and {lies}: in_specs P(None, {spec}), and pass {name}.T")
     return hints
 
@@ -251,14 +251,13 @@ def _has_all(y: Any, length: int, part: int, axes: Sequence[Any]) -> bool:
     return length in (part * checks.bound_size(each) for each in (axes, equal_over(y, axes)))
 
 
-def _how_it_lies(name: str, y: Any, what: str, axes: Sequence[Any]) -> str:
+def _how_it_lies(y: Any, what: str, axes: Sequence[Any]) -> str:
     """Of a y that has the rows or columns of all ranks: what its type says of it."""
     if not _compat.check_vma():
-        return f"{name} has the {what} of all ranks"
-    equal = equal_over(y, axes)
-    if equal:
-        return f"{name} is typed as equal on all ranks of {equal}, it is whole"
-    return f"{name} is cut otherwise, as it varies over {[*axes]} but has the {what} of all ranks"
+        return f"has the {what} of all ranks"
+    if equal := equal_over(y, axes):
+        return f"is whole, being typed as equal on all ranks of {equal}"
+    return f"is cut, as it varies over {[*axes]}, but has the {what} of all ranks"
 
 
 def equal_over(y: Any, axes: Sequence[Any]) -> list[Any]:
