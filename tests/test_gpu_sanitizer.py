@@ -76,39 +76,46 @@ PRODUCTS = """
     from pk_jax._primitives import matmul
     from pk_jax._tuning import matmul_model
     rng = np.random.default_rng(0)
-    dtype = np.dtype("float16")
-    for m, n, k in ((200, 264, 520), (5, 72, 1032)):
-        for ta, tb in itertools.product((False, True), (False, True)):
-            a = rng.normal(size=(k, m) if ta else (m, k)).astype(dtype)
-            b = rng.normal(size=(n, k) if tb else (k, n)).astype(dtype)
-            want = (a.T if ta else a).astype(np.float32) @ (b.T if tb else b).astype(np.float32)
-            for out in (dtype, np.dtype(np.float32)):
-                params = {"transpose_a": ta, "transpose_b": tb, "dtype": out}
-                plans = list(matmul_model.candidates(m, n, k, 132))
-                calls = lambda a, b: [matmul.call(a, b, plan=plan, **params) for plan in plans]
-                for plan, got in zip(plans, jax.jit(calls)(a, b)):
-                    error = np.linalg.norm(np.asarray(got) - want) / np.linalg.norm(want)
-                    assert error < 1e-3, (m, n, k, ta, tb, out, plan, error)
+    half, full = np.dtype("float16"), np.dtype(np.float32)
+    for m, n, k, tiles in ((200, 264, 520, None), (5, 72, 1032, ("128x256", "64x64"))):
+        plans = [p for p in matmul_model.candidates(m, n, k, 132) if not tiles or p.tile in tiles]
+        layouts = itertools.product((False, True), (False, True), (half,))
+        for ta, tb, out in (*layouts, (False, False, full)):
+            a = rng.normal(size=(k, m) if ta else (m, k)).astype(half)
+            b = rng.normal(size=(n, k) if tb else (k, n)).astype(half)
+            want = (a.T if ta else a).astype(full) @ (b.T if tb else b).astype(full)
+            params = {"transpose_a": ta, "transpose_b": tb, "dtype": out}
+            calls = lambda a, b: [matmul.call(a, b, plan=plan, **params) for plan in plans]
+            for plan, got in zip(plans, jax.jit(calls)(a, b)):
+                error = np.linalg.norm(np.asarray(got) - want) / np.linalg.norm(want)
+                assert error < 1e-3, (m, n, k, ta, tb, out, plan, error)
+    print("values are right")
+"""
+
+
+GROUPED = """
+    import jax, numpy as np
     from pk_jax._primitives import ragged_dot
     from pk_jax._tuning import ragged_dot_model
+    rng = np.random.default_rng(0)
+    half, full = np.dtype("float16"), np.dtype(np.float32)
+    plans = list(ragged_dot_model.candidates(7))
     for m, n, k, sizes in ((300, 72, 136, [0, 130, 1, 0, 64, 40]), (90, 40, 24, [2] * 40)):
-        lhs = rng.normal(size=(m, k)).astype(dtype)
+        lhs = rng.normal(size=(m, k)).astype(half)
         sizes = np.array(sizes, np.int32)
         group = np.repeat(np.arange(len(sizes)), sizes)
-        for tb in (False, True):
-            rhs = rng.normal(size=(len(sizes), n, k) if tb else (len(sizes), k, n)).astype(dtype)
-            mats = (rhs.swapaxes(1, 2) if tb else rhs).astype(np.float32)
-            want = np.zeros((m, n), np.float32)
+        for tb, out in ((False, half), (True, half), (False, full)):
+            rhs = rng.normal(size=(len(sizes), n, k) if tb else (len(sizes), k, n)).astype(half)
+            mats = (rhs.swapaxes(1, 2) if tb else rhs).astype(full)
+            want = np.zeros((m, n), full)
             for row, g in enumerate(group):
-                want[row] = lhs[row].astype(np.float32) @ mats[g]
-            for out in (dtype, np.dtype(np.float32)):
-                plans = list(ragged_dot_model.candidates(7))
-                calls = lambda *xs: [
-                    ragged_dot.call(*xs, plan=plan, transpose_b=tb, dtype=out) for plan in plans
-                ]
-                for plan, got in zip(plans, jax.jit(calls)(lhs, rhs, sizes)):
-                    error = np.linalg.norm(np.asarray(got) - want) / np.linalg.norm(want)
-                    assert error < 1e-3, (m, n, k, tb, out, plan, error)
+                want[row] = lhs[row].astype(full) @ mats[g]
+            calls = lambda *xs: [
+                ragged_dot.call(*xs, plan=plan, transpose_b=tb, dtype=out) for plan in plans
+            ]
+            for plan, got in zip(plans, jax.jit(calls)(lhs, rhs, sizes)):
+                error = np.linalg.norm(np.asarray(got) - want) / np.linalg.norm(want)
+                assert error < 1e-3, (m, n, k, tb, out, plan, error)
     print("values are right")
 """
 
@@ -124,6 +131,7 @@ FUSED = """
         (130, 72, 264, "128x128", 3, True, False),
         (130, 264, 264, "128x128", 0, False, True),
         (3, 8, 8, "128x128", 3, False, True),
+        (24, 2312, 72, "128x128", 2, False, True),
     ):
         x = rng.normal(size=(2, 2, m, k)).astype(np.float16)  # [call, rank, ...]
         w = rng.normal(size=(2, 2, k, p)).astype(np.float16)
@@ -152,11 +160,29 @@ FUSED = """
         want = (x.astype(np.float32) @ w.astype(np.float32)).sum(1, keepdims=True)
         got = results.view(np.float16).reshape(2, 2, m, p)
         assert np.linalg.norm(got - want) <= 1e-3 * np.linalg.norm(want), (m, k, p, protocol, split)
+    for m, k, p, all_reduce in ((260, 64, 264, False), (390, 600, 520, True)):
+        x = rng.integers(-4, 5, (2, 2, m, k)).astype(np.float16)
+        w = rng.integers(-4, 5, (2, 2, k, p)).astype(np.float16)
+        results = np.full((2, 2, 2 * p * (m if all_reduce else m // 2)), 0xFF, np.uint8)
+        ranks.matmul_reduce(
+            np.concatenate([as_bytes(x), as_bytes(w)], 2), results, [("tma", "simple", [])],
+            m, k, p, "float16", all_reduce=all_reduce,
+        )
+        want = (x.astype(np.float32) @ w.astype(np.float32)).sum(1, keepdims=True)
+        got = results.view(np.float16).reshape(2, 2, -1, p)
+        if not all_reduce:
+            want = want.reshape(2, 2, m // 2, p)
+        assert np.linalg.norm(got - want) <= 1e-3 * np.linalg.norm(want), (m, k, p, all_reduce)
     print("values are right")
 """
 
 
-PROGRAMS = {"collectives": COLLECTIVES, "products": PRODUCTS, "fused": FUSED}
+PROGRAMS = {
+    "collectives": COLLECTIVES,
+    "products": PRODUCTS,
+    "grouped": GROUPED,
+    "fused": FUSED,
+}
 
 
 def _run(program, tool, *options):
