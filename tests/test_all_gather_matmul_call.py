@@ -40,10 +40,14 @@ def test_takes_none_where_four_would_cost_a_wave():
     assert _choose(rows, p, 8192, num_comm_blocks=4).seconds > 1.1 * _choose(rows, p, 8192).seconds
 
 
+def test_takes_none_where_their_entry_would_show():
+    assert _choose(512, 7168, 8192).num_comm_blocks == 0
+
+
 def test_takes_more_where_the_link_is_the_bound():
     """8192 x 1280 x 8192 is 235 us of tensor cores, and 168 us of a link that is all its own."""
     plan = _choose(8192, 1280, 8192)
-    assert plan.num_comm_blocks >= 12
+    assert plan.num_comm_blocks == 16  # as long as with 8 or 24, and what fills the link
     assert plan.seconds > 4096 * 8192 * 2 / 370e9
 
 
@@ -83,7 +87,7 @@ def by_simulation(m, p, k, num_ranks, outer, tile, num_comm):
         before, count = comes_at[min(first + each, len(comes_at)) - 1]
         there.append(
             [
-                model.ENTRY_S + model.PIECE_S + (before + count * (c + 1) / chunks) * unit_s
+                model.COMM_ENTRY_S + model.PIECE_S + (before + count * (c + 1) / chunks) * unit_s
                 for c in range(chunks)
             ]
         )

@@ -41,7 +41,7 @@ def test_call(calls, all_reduce):
     rows = 512 if all_reduce else 128
     assert found["results"] == [f"{rows}x304xbf16", f"{plan.scratch_bytes}xui8"]
     assert (found["m"], found["k"], found["p"]) == (512, 100, 300)
-    assert found["num_blocks"] == plan.num_blocks and found["lead"] == plan.lead == 1
+    assert found["num_blocks"] == plan.num_blocks and found["lead"] == plan.lead
     assert "tensor<512x104xbf16>, tensor<300x104xbf16>" in text
 
 
@@ -61,6 +61,14 @@ def test_seconds():
     assert us[3584] > 2.5 * us[1024]
     both = 1e6 * model.choose(H200, 8192, 8192, 512, 2, all_reduce=True).seconds
     assert both > 1.9 * us[512]
+
+
+def test_lead():
+    """More of it where the link is the bound, or nearly."""
+    lead = {k: model.choose(H200, 8192, 8192, k, 2).lead for k in (64, 1024, 3584)}
+    assert lead == {64: 2, 1024: 2, 3584: 1}
+    assert model.choose(H200, 8192, 8192, 1792, 2, all_reduce=True).lead == 2
+    assert model.choose(H200, 8192, 8192, 64, 2, lead=1).lead == 1
 
 
 def test_few_tiles_take_few_blocks():

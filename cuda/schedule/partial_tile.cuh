@@ -65,7 +65,7 @@ class PartialTile {
   static_assert(kCols == PartialLayout::kCols);
   static constexpr int kPanels = kCols / kPanel;
   static_assert(kPanels == PartialLayout::kPanels && kPanels % (2 * Outbox::kBuffers) == 0);
-  static constexpr int kChunksOfPanel = kPanel / PartialLayout::kChunkCols;
+  static constexpr int kChunksOfPanel = PartialLayout::kChunks / kPanels;
 
   __device__ __forceinline__ PartialTile(PanelBuffers& buffers, Outbox& outbox)
       : buffers_(buffers[threadIdx.x % 128 / 32]), outbox_(outbox) {}

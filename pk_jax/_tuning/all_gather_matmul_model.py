@@ -24,6 +24,9 @@ BAND_ROWS = 2048  # of the result, cuda/kernels/all_gather_matmul.cu
 CHUNK_BYTES = 4096  # of a row at most, cuda/schedule/gather_pieces.h
 COPY_BANDWIDTH = 1.2e9  # bytes that two warps of an SM copy or push, beside all else; a guess
 ENTRY_S = 3.5e-6  # before the first byte: the blocks' roles and the invitations
+# Of a communicator, the same, and the trip through its ring: M512 N7168 K8192 on two H200, where
+# nothing else differs (decision 0013).
+COMM_ENTRY_S = 10e-6
 PIECE_S = 4e-6  # from a byte's store to the use of its piece: acknowledgement, release, polls
 
 
@@ -127,11 +130,13 @@ def choose(
         for number in numbers
         if number < num_sms
     ]
-    # Of those that take as long, the one that has pushed soonest.
+    # Of those that take as long, the one that has pushed soonest; more SMs than fill the link only
+    # take time from the products.
     least = min(plan.seconds for plan in plans)
+    enough = hardware.loaded_store_bandwidth["tma"][-1][0]
     return max(
         (plan for plan in plans if plan.seconds <= 1.002 * least),
-        key=lambda plan: (plan.num_comm_blocks, -plan.seconds),
+        key=lambda plan: (min(plan.num_comm_blocks, enough), -plan.num_comm_blocks, -plan.seconds),
     )
 
 
@@ -176,7 +181,7 @@ def _seconds(
     own = work.outer * _ceil(work.m, tile.rows)
     band = _band(tile, own, num_n, workers)
     coming = _first_starts(work, tile.rows, own, band, sent_s, tile_s)
-    start = np.concatenate([np.zeros(own), ENTRY_S + PIECE_S + coming])
+    start = np.concatenate([np.zeros(own), _entry_s(num_comm) + PIECE_S + coming])
     rows_of_tiles = np.arange(len(start))
     first_tile = rows_of_tiles // band * band * num_n + rows_of_tiles % band
     num_left = (len(start) * num_n - 1 - first_tile) // workers + 1
@@ -186,6 +191,10 @@ def _seconds(
     copied_s = work.own_rows * part / (COPY_BANDWIDTH * workers)
     copied_s += sent_s if num_comm == 0 else 0
     return max(tiles_s, copied_s, num_bytes / matmul_model.HBM_BANDWIDTH)
+
+
+def _entry_s(num_comm: int) -> float:
+    return COMM_ENTRY_S if num_comm else ENTRY_S
 
 
 def _first_starts(

@@ -16,7 +16,10 @@ TILE = matmul_model.TILES[0]
 MOST_RANKS = 16
 
 ENTRY_S = 1.5e-6  # the block's number, before its first tile
-ROUND_S = 5.8e-6  # a tile's partials, beside its product: three sizes on two H200; decision 0014
+ROUND_S = 2.8e-6  # a tile's partials, beside its product: three sizes on two H200; decision 0014
+# Where the link takes so much of the products' time, a tile that was sent right before an own one
+# comes too late for it: two rounds of lead then. One leaves less to be added at the end.
+LINK_BOUND = 0.75
 LAST_S = 5e-6  # the last tile's way: stores to the peer, flag, sum, stores to the result
 
 
@@ -46,7 +49,7 @@ def choose(
     *,
     all_reduce: bool = False,
     num_sms: int | None = None,
-    lead: int = 1,
+    lead: int | None = None,
 ) -> Plan:
     """The plan for x [m, k] times w [k, p], in 16 bits, summed over ranks.
 
@@ -58,7 +61,7 @@ def choose(
         num_ranks: ranks.
         all_reduce: every rank gets the whole sum, and not its share of the rows alone.
         num_sms: SMs to be used, if not all.
-        lead: see Plan.
+        lead: see Plan; None for what the link asks for.
     """
     tiles = num_tiles(m, p, num_ranks, all_reduce)
     num_blocks = min(num_sms or hardware.num_sms, num_ranks * tiles)
@@ -66,6 +69,8 @@ def choose(
     waves = _ceil(num_ranks * tiles, num_blocks)
     link_bytes = (num_ranks - 1) * 2 * rows_of_rank(m, num_ranks, all_reduce) * p
     link_s = (1 + all_reduce) * link_bytes / hardware.loaded_store_bandwidth["tma"][-1][1]
+    if lead is None:
+        lead = 2 if link_s > LINK_BOUND * waves * tile_s else 1
     hbm_bytes = 2 * (m * k + k * p) + 2 * (1 + all_reduce) * m * p
     seconds = max(
         waves * (tile_s + ROUND_S),
