@@ -18,14 +18,19 @@ struct PartialLayout {
   static constexpr int64_t kTileBytes = int64_t{kWarps} * kChunks * kChunkBytes;
 
   // A tile leaves under the `num_steps` steps of the next one, a panel each so many of them:
-  // evenly, so that the link is loaded so, and before the last one.
+  // evenly, so that the link is loaded so, and before the last one. Not in the first step, when no
+  // other one is in flight, and consumer 1 half way between the panels of consumer 0: a step in
+  // which both write one takes twice its time.
   static constexpr int kPanels = 4;
   PK_HOST_DEVICE static int panel_steps(int num_steps) {
-    return num_steps < kPanels + 1 ? 1 : (num_steps - 2) / (kPanels - 1);
+    const int even = (num_steps - 3) * 2 / (2 * kPanels - 1);
+    return even > 1 ? even : 1;
   }
-
+  PK_HOST_DEVICE static int send_step(int panel, int panel_steps, int consumer) {
+    return 1 + consumer * panel_steps / 2 + panel * panel_steps;
+  }
   // Whether it has left then, even so.
-  PK_HOST_DEVICE static bool leaves_early(int num_steps) { return num_steps > kPanels; }
+  PK_HOST_DEVICE static bool leaves_early(int num_steps) { return num_steps >= kPanels + 2; }
 
   PK_HOST_DEVICE static int offset(int warp, int chunk) {
     return (warp * kChunks + chunk) * kChunkBytes;

@@ -79,7 +79,10 @@ class PartialTile {
 
   // After a step of the next tile: hands over the next panel to a storer, if it is due.
   __device__ __forceinline__ void send_due(int step, int panel_steps, int storer) {
-    if (left_ > 0 && step >= (kPanels - left_) * panel_steps) send_panel(storer);
+    if (left_ == 0) return;
+    const int consumer = threadIdx.x / 128;
+    if (step >= PartialLayout::send_step(kPanels - left_, panel_steps, consumer))
+      send_panel(storer);
   }
 
   __device__ __forceinline__ void send_rest(int storer) {
