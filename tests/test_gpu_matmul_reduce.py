@@ -156,6 +156,14 @@ def test_many_tiles(ranks, all_reduce):
     _run(ranks, (1024, 256, 2048), all_reduce=all_reduce, calls=2)
 
 
+def test_most_ranks():
+    ffi = pytest.importorskip("pk_jax._ffi")
+    devices = [device.local_hardware_id for device in jax.devices("cuda")]
+    ranks = ffi.VirtualRanks(model.MOST_RANKS, devices, 20.0)
+    for all_reduce in OPS:
+        _run(ranks, (130, 448, 520), all_reduce=all_reduce, calls=2)
+
+
 def test_reruns_are_bit_equal(ranks):
     for all_reduce in OPS:
         first = _run(ranks, (333, 768, 520), all_reduce=all_reduce, seed=5)

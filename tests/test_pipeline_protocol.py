@@ -11,35 +11,17 @@ drawn at random; a stage that is filled before all have read it counts as a faul
 import random
 
 import pytest
+from barrier_models import Barrier, Fault, go_on
 
 STEPS, STAGES, WARPS = 40, 4, 4
 
 
-class Barrier:
-    """An mbarrier."""
-
-    def __init__(self, count):
-        self.count = self.left = count
-        self.phase = 0
-
-    def arrive(self):
-        self.left -= 1
-        if self.left == 0:
-            self.left = self.count
-            self.phase += 1
-
-    def passes(self, parity):
-        return self.phase % 2 != parity % 2
-
-
 def _run(seed, *, held_together, each_warp):
-    """None, or what went wrong."""
     rng = random.Random(seed)
     full = [Barrier(1) for _ in range(STAGES)]
     empty = [Barrier(WARPS if each_warp else 1) for _ in range(STAGES)]
-    holds = [None] * STAGES  # the step whose operands a stage has
+    holds = [-1] * STAGES  # the step whose operands a stage has
     issued = [0] * WARPS
-    faults = []
 
     def mover():
         for step in range(STEPS):
@@ -53,7 +35,7 @@ def _run(seed, *, held_together, each_warp):
             at, parity = step % STAGES, step // STAGES
             yield lambda: full[at].passes(parity)  # noqa: B023
             if holds[at] != step:
-                faults.append(f"warp {w} read step {holds[at]} for {step}")
+                raise Fault(f"warp {w} read step {holds[at]} for {step}")
             issued[w] = step + 1
             if held_together:
                 yield lambda: min(issued) > step  # noqa: B023
@@ -63,21 +45,17 @@ def _run(seed, *, held_together, each_warp):
                 empty[(step - 1) % STAGES].arrive()
 
     slow = [rng.choice((0, 0, 3, 30)) for _ in range(WARPS)]
-    running = [mover(), *(warp(w) for w in range(WARPS))]
-    waits = [next(each) for each in running]
-    while running:
-        ready = [i for i, wait in enumerate(waits) if wait()]
-        if not ready:
-            return "nothing goes on"
-        i = rng.choice(ready)
-        waits[i] = next(running[i], None)
-        if waits[i] is None:
-            del running[i], waits[i]
-    return faults[0] if faults else None
+    go_on(rng, [mover(), *(warp(w) for w in range(WARPS))])
 
 
 def _faults(**rules):
-    return [fault for seed in range(60) if (fault := _run(seed, **rules))]
+    found = []
+    for seed in range(60):
+        try:
+            _run(seed, **rules)
+        except Fault as fault:
+            found.append(fault)
+    return found
 
 
 @pytest.mark.parametrize("held_together", (True, False))

@@ -1,12 +1,11 @@
 // The kernel of matmul_reduce_scatter and matmul_all_reduce: the main loop of matmul.cuh over the
 // partial tiles of all owners, which leave to them, or are added up, under the next one's products.
 //
-//   mover       loads, tile i         | loads, tile i + 1 | ...
-//   consumers   wgmma, tile i         | wgmma, tile i + 1 | ...   panels of the tile before leave;
-//                                                                 an own tile ends with peers'
-//                                                                 parts
-//   2 storers   panels of tile i - 1  | panels of tile i  | ...   by turns
-//   (matmul_reduce_store.cuh) watcher     what peers have sent
+//   mover       loads, tile i        | loads, tile i + 1 | ...
+//   consumers   wgmma, tile i        | wgmma, tile i + 1 | ...   panels of the tile before leave;
+//                                                                an own one ends with peers' parts
+//   2 storers   panels of tile i - 1 | panels of tile i  | ...   matmul_reduce_store.cuh
+//   watcher     what peers have sent
 //
 // When an own tile's last step has begun, the consumers fetch the first peer's part of it into the
 // registers that the tile before has left, and add it to their accumulators after that step; other
@@ -37,6 +36,8 @@ struct ReduceMatmul
   using Base = Matmul<Shape, kType, Major::kK, kMajorB, ScatterWalk, WholeSource, NoEpilogue>;
   using typename Base::At, typename Base::Part, typename Base::Tile;
   using Pending = PartialTile<kType, Shape::kConsumerN>;
+  static_assert(PartialLayout::kWarps == 4 * Shape::Crew::kConsumers);
+  static_assert(ReduceStore::kBarrier > Shape::Crew::kConsumers);  // those of sync_consumer()
 
   const ReduceArgs& all;
   const Waiter& waiter;
@@ -124,7 +125,7 @@ struct ReduceMatmul
     while (ptx::ld_acquire_cta(&memory.arrived) < own) {
     }
     sync_consumer(consumer);  // lest its warps come apart
-    if (is_first_thread()) timeline::lap(Did::kWaitPiece, own);
+    if (is_first_thread()) timeline::lap(Did::kWaitParts, own);
     pending.fetch(sent(tile, 0));
   }
 

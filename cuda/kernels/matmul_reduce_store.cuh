@@ -54,6 +54,8 @@ struct ReduceMemory {
 };
 
 struct ReduceStore {
+  static constexpr int kBarrier = 3;
+
   const ReduceArgs& all;
   const Waiter& waiter;
   ReduceMemory& memory;
@@ -90,7 +92,6 @@ struct ReduceStore {
 
  private:
   static constexpr int kChunksOfPanel = PartialLayout::kChunks / PartialLayout::kPanels;
-  static constexpr int kBarrier = 3;  // behind those of two consumers, roles.cuh
 
   __device__ __forceinline__ void enter_call() {
     const auto expects = [&](int peer) {
@@ -108,8 +109,6 @@ struct ReduceStore {
 #pragma unroll 1
     for (int panel = 0; panel < PartialLayout::kPanels; ++panel)
       store_panel(tile, Outbox::storer(count), panel);
-    ptx::cp_async_bulk_wait_group_read<0>();
-    give_back(PartialLayout::kPanels - 1);
     if (tile.owner != rank) {
       ptx::cp_async_bulk_wait_group<0>();
       ptx::fence_proxy_async();
@@ -136,8 +135,8 @@ struct ReduceStore {
     }
   }
 
-  // A panel of each of the consumers' warps, a lane for each. While it is read, the next one can
-  // be: only the one before must have been.
+  // A panel of each of the consumers' warps, a lane for each, which gives its buffer back when it
+  // has been read.
   __device__ __forceinline__ void store_panel(const Partial& tile, int storer, int panel) {
     const CommView& comm = waiter.comm;
     const Result& y = all.product.c;
@@ -169,14 +168,8 @@ struct ReduceStore {
       }
       __syncwarp();
     }
-    ptx::cp_async_bulk_wait_group_read<1>();
-    if (panel > 0) give_back(panel - 1);
-  }
-
-  // The buffers of a panel, which have been read.
-  __device__ __forceinline__ void give_back(int panel) {
-    const int warp = threadIdx.x % 32;
-    if (warp < PartialLayout::kWarps) memory.outbox[warp].release(panel);
+    ptx::cp_async_bulk_wait_group_read<0>();
+    if (has_panel) memory.outbox[warp].release(panel);
   }
 
   // A warp's panel, to its place in the scratch of the owner.

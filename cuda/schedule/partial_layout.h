@@ -1,4 +1,5 @@
-// How a rank's partial tile lies in the scratch of the rank that adds it up. Host and device.
+// How a rank's partial tile lies in the scratch of the rank that adds it up, and when tiles leave.
+// Host and device.
 //
 // Nobody reads it but the threads that hold the same elements of the owner's own partial, so it
 // lies as they hold it: a warp's 16 rows by 16 columns are a chunk of 512 bytes, 16 for each lane.
@@ -22,19 +23,32 @@ struct PartialLayout {
   // other one is in flight, and consumer 1 half way between the panels of consumer 0: a step in
   // which both write one takes twice its time.
   static constexpr int kPanels = 4;
-  PK_HOST_DEVICE static int panel_steps(int num_steps) {
+  PK_HOST_DEVICE static constexpr int panel_steps(int num_steps) {
     const int even = (num_steps - 3) * 2 / (2 * kPanels - 1);
     return even > 1 ? even : 1;
   }
-  PK_HOST_DEVICE static int send_step(int panel, int panel_steps, int consumer) {
+  PK_HOST_DEVICE static constexpr int send_step(int panel, int panel_steps, int consumer) {
     return 1 + consumer * panel_steps / 2 + panel * panel_steps;
   }
   // Whether it has left then, even so.
-  PK_HOST_DEVICE static bool leaves_early(int num_steps) { return num_steps >= kPanels + 2; }
+  PK_HOST_DEVICE static constexpr bool leaves_early(int num_steps) {
+    return num_steps >= kPanels + 2;
+  }
 
   PK_HOST_DEVICE static int offset(int warp, int chunk) {
     return (warp * kChunks + chunk) * kChunkBytes;
   }
 };
+
+// Else a peer's part would be fetched into registers whose panels have not left.
+constexpr bool leaves_before_the_last_step() {
+  for (int steps = 1; steps <= 1024; ++steps) {
+    const int last =
+        PartialLayout::send_step(PartialLayout::kPanels - 1, PartialLayout::panel_steps(steps), 1);
+    if (PartialLayout::leaves_early(steps) && last > steps - 2) return false;
+  }
+  return true;
+}
+static_assert(leaves_before_the_last_step());
 
 }  // namespace pk

@@ -3,9 +3,9 @@
 //   warpgroups 0 .. kConsumers - 1   op.consume(warpgroup)   tensor cores, and the epilogue
 //   last warpgroup, warp 0           op.load()               global or peer memory -> shared
 //                   warp 1           op.communicate()        what goes between GPUs, if anything
-//                   warp 2           op.store()              shared -> global or peer, if not the
-//                                                            consumers do that
-//                   warps 2 and 3    op.copy(0), op.copy(1)  or: by registers, what else there is
+//                   warps 2 and 3    op.copy(0), op.copy(1)  shared -> global or peer, if not the
+//                                                            consumers do that; or what else there
+//                                                            is to be copied
 //
 // Registers go from the movers, who need few, to the consumers, whose accumulators fill them.
 #pragma once
@@ -55,9 +55,6 @@ struct Roles {
     if (warp == 0) op.load();
     if constexpr (requires { op.communicate(); }) {
       if (warp == 1) op.communicate();
-    }
-    if constexpr (requires { op.store(); }) {
-      if (warp == 2) op.store();
     }
     if constexpr (requires { op.copy(0); }) {
       if (warp >= 2) op.copy(warp - 2);

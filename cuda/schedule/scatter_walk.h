@@ -63,8 +63,6 @@ struct ScatterWalk {
     PK_HOST_DEVICE int group() const { return 0; }
   };
 
-  PK_HOST_DEVICE bool is_own(const Part& part) const { return part.owner == rank; }
-
   // The first tile of an owner that a block makes, if the owner has as many.
   PK_HOST_DEVICE int first_tile(int owner, int block) const {
     const int first = block - start[owner];

@@ -18,19 +18,19 @@ enum class Did : uint8_t {
   kMultiply,      // consumer: the steps of a tile, or those up to an addition
   kEpilogue,      // consumer: the sum on its way out of the accumulators
   kLoad,          // mover: operands of a tile, and room for them
-  kWaitRows,      // mover: for its watcher, before a tile's rows
-  kWaitFlags,     // watcher: for what peers send for a tile, ahead of the mover
+  kWaitRows,      // mover: for its watcher, before a chunk of a tile's rows
+  kWaitFlags,     // watcher: for what peers send for a tile, ahead of who uses it
   kPush,          // pusher: a piece, to `peer`; it is told
   kCopyOwn,       // pusher: this rank's rows, within the GPU
   kSend,          // storer: a tile, to `peer`; it is told
   kStore,         // storer: a tile of this rank
-  kWaitPiece,     // consumer: for a piece of what peers sent to be loaded
-  kAdd,           // consumer: such a piece to the sum
+  kWaitParts,     // consumer: for the peers' parts of an own tile
+  kAdd,           // consumer: those parts to the sum
 };
 inline constexpr const char* kNames[] = {
     "nothing", "enter",         "wait for operands", "multiply", "epilogue",
     "load",    "wait for rows", "wait for flags",    "push",     "copy own",
-    "send",    "store",         "wait for piece",    "add"};
+    "send",    "store",         "wait for parts",    "add"};
 static_assert(sizeof(kNames) / sizeof(kNames[0]) == static_cast<int>(Did::kAdd) + 1);
 
 inline constexpr uint8_t kNobody = 255;

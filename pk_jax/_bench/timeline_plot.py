@@ -23,7 +23,7 @@ COLOURS = {
     "wait for operands": "#f3b9b5",
     "wait for rows": "#f3b9b5",
     "wait for flags": "#fbdfdd",
-    "wait for piece": "#e4716a",
+    "wait for parts": "#e4716a",
 }
 # Heights of a warp in its SM's lane: what is not here has one.
 HEIGHTS = {"consumer": 3.0}
