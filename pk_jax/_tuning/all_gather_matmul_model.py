@@ -22,7 +22,9 @@ COMM_BLOCKS = (0, 1, 2, 4, 6, 8, 12, 16, 20, 24, 32)
 
 BAND_ROWS = 2048  # of the result, cuda/kernels/all_gather_matmul.cu
 CHUNK_BYTES = 4096  # of a row at most, cuda/schedule/gather_pieces.h
-COPY_BANDWIDTH = 1.2e9  # bytes that two warps of an SM copy or push, beside all else; a guess
+# That two warps of an SM copy or push beside all else, bytes/s: what 8192x1280x8192 takes at least
+# (decision 0013).
+COPY_BANDWIDTH = 1.6e9
 ENTRY_S = 3.5e-6  # before the first byte: the blocks' roles and the invitations
 # Of a communicator, the same, and the trip through its ring: M512 N7168 K8192 on two H200, where
 # nothing else differs (decision 0013).
