@@ -166,6 +166,7 @@ def row_parallel_dense(
         y = matmul_all_reduce(x, w, axes, **options)
     else:
         y = matmul_reduce_scatter(x, w, axes, scatter_dimension=sequence_dimension, **options)
+    # After the op, whose messages of sizes say more.
     _check_parts(op, x, w, axes)
     _check_bias(op, bias, x, w, axes, whole=True)
     return _add(y, bias)

@@ -18,7 +18,7 @@ from pk_jax._tuning.hardware import H200
 # (rows of all ranks, columns, k) of two ranks, and the SMs that a plan may take from the product
 # and cost nothing: the tiles come in as many waves on those that are left. Where four push too
 # slowly and more would cost a wave, a part of every block pushes.
-WAVES = (((8192, 7168, 8192), 4), ((8192, 3584, 4096), 0), ((8192, 4096, 8192), 0))
+WAVES = (((8192, 7168, 8192), 0), ((8192, 3584, 4096), 0), ((8192, 4096, 8192), 0))
 
 
 def _choose(rows, p, k, n=2, **kwargs):

@@ -355,7 +355,13 @@ CUT_WRONGLY = {
     "square w by columns": ("reduce", COLUMNS, (12, 12), COLUMNS, f"{ROWS_OF_W}; or {TRANSPOSED}$"),
     "w by rows": ("gather", ROWS, (12, 8), ROWS, r"; w is cut along k, .* P\(None, 'x'\)$"),
     "other whole w": ("gather", ROWS, (3, 8), P(), "; transpose or slice one of them$"),
-    "x by columns": ("gather", COLUMNS, (12, 8), COLUMNS, r"; x is cut along k, .* P\('x'\)$"),
+    "x by columns": (
+        "gather",
+        COLUMNS,
+        (12, 8),
+        COLUMNS,
+        r"; x is cut along k, .* P\(\.\.\., 'x', None\)$",
+    ),
     "w.T by its rows": ("gather", ROWS, (8, 12), ROWS, f"; {TRANSPOSED}$"),
     "w.T along k": (
         "gather",

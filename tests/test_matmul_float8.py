@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -213,7 +214,8 @@ def test_two_dtypes_that_have_none_in_common(mesh_of):
         (x, w, found),
         (w.T, x.T, r"convert one, as by w\.astype\('bfloat16'\)"),
         (x, w.astype("float8_e5m2"), "convert both to a wider one"),
-        (x, w.astype("int4"), r"as by w\.astype\('float8_e4m3fn'\)"),
+        (x, w.astype("int4"), "convert both to a wider one"),
+        (x, np.ones((2, 4)), r"as by x\.astype\('float32'\)"),
     ):
         with pytest.raises(TypeError, match=f"matmul: .*{words}"):
             pk.matmul(first, second)

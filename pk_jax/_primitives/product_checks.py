@@ -35,11 +35,12 @@ def common_dtype(op: str, **operands: Any) -> Any:
     try:
         return jnp.result_type(*operands.values())
     except jax.dtypes.TypePromotionError:
-        dtypes = {name: operand.dtype for name, operand in operands.items()}
+        dtypes = {name: jax.dtypes.canonicalize_dtype(y.dtype) for name, y in operands.items()}
     found = " and ".join(f"{name} of dtype {dtype}" for name, dtype in dtypes.items())
     low, high = sorted(dtypes, key=lambda name: _rank(dtypes[name]))
     remedy = "convert both to a wider one"
-    if _rank(dtypes[low]) != _rank(dtypes[high]):
+    # A float of 8 bits or less holds few of the others' numbers.
+    if _rank(dtypes[low]) != _rank(dtypes[high]) and _compat.bits_per_element(dtypes[high]) > 8:
         remedy = f"convert one, as by {low}.astype('{dtypes[high]}')"
     rule = f"jax_numpy_dtype_promotion={jax.config.jax_numpy_dtype_promotion}"
     raise TypeError(f"{op}: {found} have no common dtype by {rule}; {remedy}") from None
@@ -235,7 +236,9 @@ def _hints_of_gather(x: Any, w: Any, name: str, axes: Sequence[Any]) -> list[str
     if k == of_w * parts_of_w:
         hints.append(f"{name} is cut along k, which is not gathered: in_specs P(None, {spec})")
     elif of_w == k * parts_of_x:
-        hints.append(f"x is cut along k, which is not gathered: cut its rows, in_specs P({spec})")
+        hints.append(
+            f"x is cut along k, which is not gathered: cut its rows, in_specs P(..., {spec}, None)"
+        )
     if last == k:
         hints.append(f"{name} is [p, k]: pass {name}.T")
     elif not hints and k == last * parts_of_w:

@@ -132,13 +132,16 @@ def choose(
         for number in numbers
         if number < num_sms
     ]
-    # Of those that take as long, the one that has pushed soonest; more SMs than fill the link only
-    # take time from the products.
+    # Of those that take as long, the one that has pushed soonest, by the fewest SMs: more than fill
+    # the link only take time from the products.
     least = min(plan.seconds for plan in plans)
-    enough = hardware.loaded_store_bandwidth["tma"][-1][0]
     return max(
         (plan for plan in plans if plan.seconds <= 1.002 * least),
-        key=lambda plan: (min(plan.num_comm_blocks, enough), -plan.num_comm_blocks, -plan.seconds),
+        key=lambda plan: (
+            push_bandwidth(hardware, plan.num_comm_blocks, num_sms),
+            -plan.num_comm_blocks,
+            -plan.seconds,
+        ),
     )
 
 

@@ -12,7 +12,7 @@ from pk_jax._tuning.hardware import Hardware
 # Rows and columns of the kernel's only tile, which has all rows there are.
 TILE = (128, 64)
 MOST_ROWS, TILE_COLS = TILE
-MOST_RANKS = 9
+MOST_RANKS = 9  # kFewRowsRanks, cuda/kernels/few_rows.h
 
 # Flags that the peers of a rank share: cuda/tile/comm_view.h.
 TILE_FLAGS = 16384

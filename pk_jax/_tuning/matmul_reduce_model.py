@@ -16,7 +16,9 @@ TILE = matmul_model.TILES[0]
 MOST_RANKS = 16
 
 ENTRY_S = 1.5e-6  # the block's number, before its first tile
-ROUND_S = 2.8e-6  # a tile's partials, beside its product: three sizes on two H200; decision 0014
+# A tile's partials beside its product, by three sizes on two H200: a fit to the whole, some of
+# which goes with k (decision 0014).
+ROUND_S = 2.8e-6
 # Where the link takes so much of the products' time, a tile that was sent right before an own one
 # comes too late for it: two rounds of lead then. One leaves less to be added at the end.
 LINK_BOUND = 0.75
