@@ -297,7 +297,10 @@ NB_MODULE(_ffi, m) {
       "matmul_walk",
       [](int num_m, int num_n, int num_steps, int num_blocks, int split_tiles, int split,
          int band_rows) {
-        return parts_of({num_m, num_n, num_steps, num_blocks, split_tiles, split, band_rows});
+        const pk::MatmulWalk walk{num_m,       num_n, num_steps, num_blocks,
+                                  split_tiles, split, band_rows};
+        if (!walk.is_valid()) throw nb::value_error("blocks cannot share tiles so");
+        return parts_of(walk);
       },
       nb::arg("num_m"), nb::arg("num_n"), nb::arg("num_steps"), nb::arg("num_blocks"),
       nb::arg("split_tiles") = 0, nb::arg("split") = 1, nb::arg("band_rows") = 16,

@@ -86,6 +86,25 @@ def test_matmul_walk_does_every_step_once(ffi):
         }, sizes
 
 
+def test_plans_that_no_walk_can_follow(ffi):
+    """The launchers refuse them. 4 x 3 tiles: 10 blocks make one each, then 2 in 2 parts each."""
+    plan = {"num_m": 4, "num_n": 3, "num_steps": 8, "num_blocks": 10, "split_tiles": 2, "split": 4}
+    assert ffi.matmul_walk(**plan | {"split": 2})
+    for wrong in (
+        {},  # 10 blocks are no whole clusters of 4
+        {"split": 2, "num_blocks": 0},
+        {"split": 2, "num_blocks": 4},  # 10 whole tiles are no whole waves
+        {"split": 2, "split_tiles": 12},  # more parts than blocks
+        {"split": 2, "split_tiles": -1},
+        {"split": 2, "split_tiles": 13},
+        {"split": 5},
+        {"split": 2, "num_steps": 1},
+        {"split": 1, "split_tiles": 0, "num_m": 1 << 30},
+    ):
+        with pytest.raises(ValueError, match="cannot share"):
+            ffi.matmul_walk(**plan | wrong)
+
+
 def test_matmul_walk_splits_last_and_within_clusters(ffi):
     splits = 0
     for sizes in _matmul_walks():

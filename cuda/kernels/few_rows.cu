@@ -51,13 +51,7 @@ cudaError_t launch_few_rows(const CommView& comm, const FewRowsOperands& in,
   walk.split_tiles = plan.split_tiles;
   walk.split = plan.split;
   walk.band_rows = 1;
-  const bool known = plan.split == 1 || plan.split == 2 || plan.split == 4 || plan.split == 8;
-  if (!known || plan.num_blocks % plan.split != 0 || plan.split_tiles < 0 ||
-      walk.whole_tiles() < 0 || plan.split > walk.num_steps ||
-      (plan.split_tiles > 0) != (plan.split > 1) ||
-      int64_t{plan.split_tiles} * plan.split > plan.num_blocks ||
-      (plan.split_tiles > 0 && walk.whole_tiles() % plan.num_blocks != 0))
-    return cudaErrorInvalidValue;
+  if (!walk.is_valid() || (plan.split_tiles > 0) != (plan.split > 1)) return cudaErrorInvalidValue;
   args.strips = StripLayout::make(in.m, comm.num_ranks, in.all_reduce);
   args.num_strips = static_cast<int>(args.strips.num_strips(in.p));
   args.scratch = in.scratch;

@@ -73,22 +73,17 @@ cudaError_t launch_matmul(const MatmulOperands& operands, const MatmulPlan& plan
                             : instance_of(plan.tile, in.bfloat16, in.transpose_a, in.transpose_b);
   if (instance.kernel == nullptr) return cudaErrorInvalidValue;
   matmul::Args<MatmulWalk> args{};
-  const bool known = plan.split == 1 || plan.split == 2 || plan.split == 4 || plan.split == 8;
   const int num_n = ceil_div(in.n, instance.tile_n);
-  args.walk.num_m = ceil_div(in.m, instance.tile_m);
-  args.walk.num_n = num_n;
-  args.walk.num_steps = ceil_div(in.k, kBlockK);
-  args.walk.num_blocks = plan.num_blocks;
-  args.walk.split_tiles = plan.split_tiles;
-  args.walk.split = plan.split;
+  MatmulWalk& walk = args.walk;
+  walk.num_m = ceil_div(in.m, instance.tile_m);
+  walk.num_n = num_n;
+  walk.num_steps = ceil_div(in.k, kBlockK);
+  walk.num_blocks = plan.num_blocks;
+  walk.split_tiles = plan.split_tiles;
+  walk.split = plan.split;
   // A band of a narrow result is a wave, so that no wave reads what another has read.
-  args.walk.band_rows = std::max(matmul::kBandRows / instance.tile_m, plan.num_blocks / num_n);
-  const MatmulWalk& walk = args.walk;
-  if (int64_t{walk.num_m} * walk.num_n > INT32_MAX || !known || plan.num_blocks <= 0 ||
-      plan.num_blocks % plan.split != 0 || plan.split_tiles < 0 || walk.whole_tiles() < 0 ||
-      plan.split > walk.num_steps || int64_t{plan.split_tiles} * plan.split > plan.num_blocks ||
-      (plan.split_tiles > 0 && walk.whole_tiles() % plan.num_blocks != 0) ||
-      reinterpret_cast<uintptr_t>(in.bias) % 8 != 0)
+  walk.band_rows = std::max(matmul::kBandRows / instance.tile_m, plan.num_blocks / num_n);
+  if (!walk.is_valid() || reinterpret_cast<uintptr_t>(in.bias) % 8 != 0)
     return cudaErrorInvalidValue;
 
   // With few rows of tiles all blocks that need a part of B read it at the same time.

@@ -44,6 +44,15 @@ struct MatmulWalk {
   PK_HOST_DEVICE int whole_tiles() const { return num_tiles() - split_tiles; }
   PK_HOST_DEVICE bool is_whole(const Part& part) const { return part.num_steps == num_steps; }
 
+  // Whether the blocks make each tile once: a plan comes from outside.
+  bool is_valid() const {
+    const bool known = split == 1 || split == 2 || split == 4 || split == 8;
+    return known && num_blocks > 0 && num_blocks % split == 0 && split <= num_steps &&
+           int64_t{num_m} * num_n <= INT32_MAX && split_tiles >= 0 && whole_tiles() >= 0 &&
+           int64_t{split_tiles} * split <= num_blocks &&
+           (split_tiles == 0 || whole_tiles() % num_blocks == 0);
+  }
+
   // A tile by its number, with all of its steps.
   PK_HOST_DEVICE Part whole(int tile) const { return at(tile, 0, num_steps); }
 
