@@ -180,12 +180,14 @@ void reduce(const Run& run, const std::string& dtype, const std::string& reducti
   });
 }
 
-// Operands are x, then w, with rows padded to 8 elements of 16 bits; so is the result. All but the
-// addresses of a product that is summed over ranks.
+int64_t padded(int64_t cols) { return (cols + 7) / 8 * 8; }
+
+// All but the addresses of a product's operands, x and then w, with rows padded to 8 elements of 16
+// bits; so is the result.
 template <typename Operands>
-Operands operands_of_sum(const Run& run, int64_t m, int64_t k, int64_t p, const std::string& dtype,
-                         bool transpose_w, bool all_reduce) {
-  const auto padded = [](int64_t size) { return (size + 7) / 8 * 8; };
+Operands product_operands(const Run& run, int64_t m, int64_t k, int64_t p, const std::string& dtype,
+                          bool transpose_w) {
+  require(dtype == "bfloat16" || dtype == "float16");
   Operands in{};
   in.m = m;
   in.k = k;
@@ -195,11 +197,19 @@ Operands operands_of_sum(const Run& run, int64_t m, int64_t k, int64_t p, const 
   in.pitch_y = padded(p);
   in.transpose_w = transpose_w;
   in.bfloat16 = dtype == "bfloat16";
-  in.all_reduce = all_reduce;
   in.channel = run.channel;
+  return in;
+}
+
+// The same of a product that is summed over ranks.
+template <typename Operands>
+Operands operands_of_sum(const Run& run, int64_t m, int64_t k, int64_t p, const std::string& dtype,
+                         bool transpose_w, bool all_reduce) {
+  auto in = product_operands<Operands>(run, m, k, p, dtype, transpose_w);
+  in.all_reduce = all_reduce;
   const int64_t rows = all_reduce ? m : m / run.ranks.num_ranks();
   require(run.operand_bytes() == 2 * m * in.pitch_x + 2 * (transpose_w ? p : k) * in.pitch_w &&
-          run.result_bytes() == 2 * rows * in.pitch_y && (in.bfloat16 || dtype == "float16"));
+          run.result_bytes() == 2 * rows * in.pitch_y);
   return in;
 }
 
@@ -273,23 +283,13 @@ void ragged_all_to_all(const Run& run, int64_t row_bytes, int num_updates, bool 
 void all_gather_matmul(const Run& run, int64_t m, int64_t k, int64_t p, const std::string& tile,
                        int num_comm_blocks, bool transpose_w, const std::string& dtype,
                        bool float32_result, bool own_rows, int64_t outer) {
-  const auto padded = [](int64_t cols) { return (cols + 7) / 8 * 8; };
   const int n = run.ranks.num_ranks();
-  AllGatherMatmulOperands shape{};
+  auto shape = product_operands<AllGatherMatmulOperands>(run, m, k, p, dtype, transpose_w);
   shape.outer = outer;
-  shape.m = m;
-  shape.k = k;
-  shape.p = p;
-  shape.pitch_x = padded(k);
-  shape.pitch_w = padded(transpose_w ? k : p);
-  shape.pitch_y = padded(p);
-  shape.transpose_w = transpose_w;
-  shape.bfloat16 = dtype == "bfloat16";
   shape.float32_result = float32_result;
   shape.own_rows = own_rows;
-  shape.channel = run.channel;
   const int64_t x_bytes = 2 * outer * m * shape.pitch_x;
-  require(outer > 0 && m > 0 && k > 0 && p > 0 && (shape.bfloat16 || dtype == "float16") &&
+  require(outer > 0 && m > 0 && k > 0 && p > 0 &&
           run.operand_bytes() == x_bytes + 2 * shape.pitch_w * (transpose_w ? p : k) &&
           run.result_bytes() ==
               n * (x_bytes + outer * m * shape.pitch_y * (float32_result ? 4 : 2)));

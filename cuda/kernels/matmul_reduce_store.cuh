@@ -129,7 +129,8 @@ struct ReduceStore {
     __syncwarp();
   }
 
-  // Until so many tiles have been stored, and announced.
+  // Until so many tiles have been stored, and announced. Without a limit of its own: what the other
+  // storer may wait for long are the consumers, who have the watcher's, and invitations, at entry.
   __device__ __forceinline__ void wait_stored(uint32_t tiles) const {
     while (ptx::ld_acquire_cta(&memory.stored) != tiles) {
     }
