@@ -216,7 +216,10 @@ def _hints_of_sum(x: Any, w: Any, name: str, axes: Sequence[Any]) -> list[str]:
         hints.append(f"{name} {lies}: give each rank its rows, in_specs P({spec}, None)")
     elif _has_all(x, k, of_w, axes):
         lies = _how_it_lies(x, "columns", axes)
-        hints.append(f"x {lies}: give each rank its columns, in_specs P(..., {spec})")
+        hints.append(
+            f"x {lies}: give each rank its columns, in_specs P(..., {spec}); or, if a product made "
+            "x, those of its weight"
+        )
     if last == k:
         hints.append(f"{name} is [p, k]: pass {name}.T")
     elif not hints and _has_all(w, last, k, axes):
