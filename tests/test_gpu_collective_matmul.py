@@ -45,7 +45,10 @@ def want(name, n, dtype, to, x, w, ct):
 
 @pytest.mark.needs_gpus(2)
 def test_one_kernel_each_way():
-    """A layer of several matrices and weights, with its gradients, against the reference."""
+    """A layer of several matrices and weights, with its gradients, against the reference.
+
+    Not bit by bit: the fused sum leaves a rank's own partial in fp32, which the reference rounds.
+    """
     devices = jax.devices("cuda")[:8]
     mesh, n = Mesh(np.array(devices), ("x",)), len(devices)
     rows, up, down = P(None, "x"), P(None, "x"), P("x")
@@ -65,7 +68,7 @@ def test_one_kernel_each_way():
     def run(*args, implementation=None):
         f = mapped(functools.partial(layer, implementation=implementation), mesh, specs, rows)
         y, pull = jax.vjp(f, *args)
-        return y, pull(jnp.sign(y))
+        return y, pull(x)
 
     with pk.use_config(schedule="intra_sm"):
         fused = jax.jit(run)
@@ -75,7 +78,9 @@ def test_one_kernel_each_way():
     assert text.count("@pk_jax_matmul_reduce_scatter(") == 2
     expected = jax.jit(functools.partial(run, implementation="reference"))(*args)
     for one, right in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
-        check_equal(one, right)
+        assert (one.shape, one.dtype) == (right.shape, right.dtype)
+        one, right = (np.asarray(each, np.float32) for each in (one, right))
+        assert np.linalg.norm(one - right) < 2**-8 * np.linalg.norm(right)
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)

@@ -74,11 +74,9 @@ struct FewRowsMatmul : Matmul<Shape, kType, Major::kK, kMajorB, MatmulWalk, Whol
     }
     // The others have the epoch from here.
     end_block<OneWarp>(channel, epoch);
-    if (threadIdx.x % 32 == 0) {
-      memory.epoch = epoch;
-      // Release of it all; pairs with the wait in consume().
-      ptx::mbarrier_arrive(&memory.greeted);
-    }
+    if (threadIdx.x % 32 == 0) memory.epoch = epoch;
+    // Release of what each lane has written; pairs with the wait in consume().
+    ptx::mbarrier_arrive(&memory.greeted);
   }
 
   __device__ __forceinline__ void consume(int consumer) {
@@ -167,7 +165,7 @@ __global__ void __launch_bounds__(Shape::Crew::kThreads, Shape::Crew::kMinBlocks
   __shared__ FewRowsMemory more;
   auto& shared = set_up<Product>(memory, args.product);
   if (threadIdx.x == 0) {
-    ptx::mbarrier_init(&more.greeted, 1);
+    ptx::mbarrier_init(&more.greeted, 32);  // the greeter's lanes
     ptx::fence_mbarrier_init();
   }
   const Waiter waiter{comm, args.op, args.channel};
