@@ -177,10 +177,44 @@ def test_blocks_that_communicate(can_run, calls_of):
     assert blocks(schedule="inter_sm", num_comm_sms=5) == 5
 
 
-@pytest.mark.parametrize("width, copied", [(64, False), (4096, True)])
-def test_own_rows_are_copied_beside_a_long_product(width, copied, can_run, calls_of, mesh_of):
-    sizes, config = ((2048, 4096), (4096, width)), pk.Config(schedule="inter_sm")
-    text = calls_of("gather", sizes=sizes, config=config, mesh=mesh_of(x=2), text=True)
+X, W = P("x"), P(None, "x")
+
+
+def grad_of(op, which, **kwargs):
+    """A gradient, and the result itself."""
+
+    def f(*xs):
+        y = op(*xs, **kwargs)
+        return jnp.sum(y.astype("float32")), y
+
+    return jax.grad(f, which, has_aux=True)
+
+
+# Who reads the gathered x: whether it is known, what is computed of an op, how it lies.
+READERS = {
+    "nobody": (False, lambda op: op, W),
+    "the caller": (True, lambda op: functools.partial(op, return_gathered=True), (W, W)),
+    "the gradient of w": (True, lambda op: grad_of(op, 1), (W, W)),
+    "not that of x": (False, lambda op: grad_of(op, 0), (X, W)),
+    "nor who gathers again": (False, lambda op: grad_of(op, 1, save_gathered=False), (W, W)),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("width, hidden", [(64, False), (4096, True)])
+def test_own_rows_are_copied_beside_a_long_product(
+    reader, width, hidden, can_run, mesh_of, lowered
+):
+    """Where somebody reads them. Else XLA copies them, or finds that it need not."""
+    read, use, lies = READERS[reader]
+    config = pk.Config(schedule="inter_sm")
+    op = functools.partial(pk.all_gather_matmul, axis_name="x", config=config)
+    shapes = ((4096, 4096), (4096, 2 * width))
+    text = lowered(
+        mapped(use(op), mesh_of(x=2), (X, W), lies),
+        *(jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes),
+    )
+    copied = read and hidden
     assert f"own_rows = {str(copied).lower()}" in text
     assert ("dynamic_update_slice" in text) != copied
 

@@ -68,7 +68,7 @@ def test_one_kernel_each_way():
     def run(*args, implementation=None):
         f = mapped(functools.partial(layer, implementation=implementation), mesh, specs, rows)
         y, pull = jax.vjp(f, *args)
-        return y, pull(x)
+        return y, pull(args[0])
 
     with pk.use_config(schedule="intra_sm"):
         fused = jax.jit(run)

@@ -62,7 +62,7 @@ cudaError_t launch_matmul_reduce(const CommView& comm, const MatmulReduceOperand
     return cudaErrorInvalidValue;
   args.product.walk = ScatterWalk::make(tiles, comm.num_ranks, comm.rank, static_cast<int>(rows),
                                         plan.lead, static_cast<int>(in.outer));
-  args.panel_steps = PartialLayout::panel_steps(tiles.num_steps);
+  args.panel_steps = PartialLayout::panel_steps(tiles.num_steps, plan.lead);
   args.y = in.y;
   args.scratch = in.scratch;
   args.cols = static_cast<int>(in.p);

@@ -18,14 +18,17 @@ struct PartialLayout {
   static constexpr int kChunkBytes = 512;
   static constexpr int64_t kTileBytes = int64_t{kWarps} * kChunks * kChunkBytes;
 
-  // A tile leaves under the `num_steps` steps of the next one, a panel each so many of them:
-  // evenly, so that the link is loaded so, and before the last one. Not in the first step, when no
-  // other one is in flight, and consumer 1 half way between the panels of consumer 0: a step in
-  // which both write one takes twice its time.
+  // A tile leaves under the `num_steps` steps of the next one, a panel each so many of them, and
+  // before the last one. With a lead of one round the peer adds it up when that tile is done: it
+  // leaves in the first half, to have come by then. With more, where the link is what takes long,
+  // it leaves evenly, so that the link is loaded so. Not in the first step, when no other one is in
+  // flight, and consumer 1 half way between the panels of consumer 0: a step in which both write
+  // one takes twice its time.
   static constexpr int kPanels = 4;
-  PK_HOST_DEVICE static constexpr int panel_steps(int num_steps) {
+  PK_HOST_DEVICE static constexpr int panel_steps(int num_steps, int lead) {
     const int even = (num_steps - 3) * 2 / (2 * kPanels - 1);
-    return even > 1 ? even : 1;
+    const int steps = lead > 1 ? even : even / 2;
+    return steps > 1 ? steps : 1;
   }
   PK_HOST_DEVICE static constexpr int send_step(int panel, int panel_steps, int consumer) {
     return 1 + consumer * panel_steps / 2 + panel * panel_steps;
@@ -42,10 +45,12 @@ struct PartialLayout {
 
 // Else a peer's part would be fetched into registers whose panels have not left.
 constexpr bool leaves_before_the_last_step() {
+  using Layout = PartialLayout;
   for (int steps = 1; steps <= 1024; ++steps) {
-    const int last =
-        PartialLayout::send_step(PartialLayout::kPanels - 1, PartialLayout::panel_steps(steps), 1);
-    if (PartialLayout::leaves_early(steps) && last > steps - 2) return false;
+    for (int lead = 1; lead <= 2; ++lead) {
+      const int last = Layout::send_step(Layout::kPanels - 1, Layout::panel_steps(steps, lead), 1);
+      if (Layout::leaves_early(steps) && last > steps - 2) return false;
+    }
   }
   return true;
 }

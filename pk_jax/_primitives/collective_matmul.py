@@ -54,6 +54,7 @@ def all_gather_matmul(
     config: Config,
     transpose_w: bool = False,
     save_gathered: bool = True,
+    reads_gathered: bool = False,
     strict: bool = False,
 ) -> list[Any]:
     """Binds pk_all_gather_matmul; the arguments are checked.
@@ -68,6 +69,7 @@ def all_gather_matmul(
         config: the resolved Config.
         transpose_w: see ws.
         save_gathered: the gradients of ws read the gathered x; without, they gather x again.
+        reads_gathered: the gathered x is known to be read; a hint to those who make it.
         strict: config.schedule is the call's own, and no default that gives way.
 
     Returns:
@@ -81,6 +83,7 @@ def all_gather_matmul(
         dtype=np.dtype(dtype),
         precision=precision,
         save_gathered=save_gathered,
+        reads_gathered=reads_gathered,
         strict=strict,
         implementation=implementation,
         config=config,
@@ -170,11 +173,12 @@ def _no_tangent(out: Any) -> Any:
 
 def _jvp_of_gather(primals: Any, tangents: Any, **params: Any) -> Any:
     (x, *ws), (tx, *tws) = primals, tangents
-    outs = all_gather_matmul_p.bind(x, *ws, **params)
+    changed = [i for i, tw in enumerate(tws) if not _is_zero(tw)]
+    reads = params["reads_gathered"] or (bool(changed) and params["save_gathered"])
+    outs = all_gather_matmul_p.bind(x, *ws, **params | {"reads_gathered": reads})
     results: list[Any] = list(map(_no_tangent, outs))
     if not _is_zero(tx):
         results = all_gather_matmul_p.bind(tx, *ws, **params)
-    changed = [i for i, tw in enumerate(tws) if not _is_zero(tw)]
     if not changed:
         return outs, results
     if params["save_gathered"]:
@@ -241,6 +245,7 @@ def _transpose_of_scatter(cotangent: Any, *operands: Any, **params: Any) -> Any:
             params["axis_name"],
             transpose_w=not params["transpose_w"],
             dtype=found[0][0].aval.dtype,
+            reads_gathered=any(ad.is_undefined_primal(w) for w in operands[1::2]),
             **_inherited(params, GATHER),
         )
     return _to_pairs(params, gathered, iter(to_x), operands)

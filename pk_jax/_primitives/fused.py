@@ -170,10 +170,12 @@ def _gather(place: _Place, sizes: _Sizes, params: dict[str, Any]) -> Fused | str
         num_comm_blocks=0 if intra_sm else num_comm,
         least_comm_blocks=int(config.schedule == "inter_sm"),
     )
-    # The kernel copies a rank's own rows beside the product, which hides them if it is long. Else
-    # XLA does, and drops the copy if nobody reads the gathered x: further products do.
+    # If the gathered x is read, as further products do, the kernel copies a rank's own rows beside
+    # the product, where that is long and hides them. Else XLA does, and drops the copy if nobody
+    # reads it after all: under the power limit it would take time though it is hidden.
     plan, hurried = choose(own_rows=True), choose(own_rows=False)
-    own_rows = len(widths) > 1 or plan.seconds <= _HIDDEN * hurried.seconds
+    hidden = plan.seconds <= _HIDDEN * hurried.seconds
+    own_rows = len(widths) > 1 or (params["reads_gathered"] and hidden)
     plan = plan if own_rows else hurried
     rows = outer * ranks * m
     products = [matmul_model.choose(rows, p, k, num_sms).seconds for p in widths]
