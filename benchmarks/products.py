@@ -72,6 +72,8 @@ def run_case(
     failures, skipped = [], {}
     plans = op.plans_of(case)
     for name, product in op.products(case, plans, method.forced).items():
+        if name in method.without:
+            continue
         fn = jax.jit(functools.partial(chain, product, num_calls(case)))
         try:
             compiled = fn.lower(firsts, second).compile()

@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
         "--plans", action="store_true", help="of products with a collective, time each plan too"
     )
     out.add_argument(
-        "--without", nargs="+", default=[], metavar="WAY", help="of them, leave out e.g. pallas"
+        "--without", nargs="+", default=[], metavar="WAY", help="of products, leave out e.g. pallas"
     )
     out.add_argument(
         "--budget", type=float, metavar="SECONDS", help="start no case after this time"

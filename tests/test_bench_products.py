@@ -67,6 +67,11 @@ def test_a_wrong_product_gets_no_time(wrong, monkeypatch):
     assert "xla" in record.skipped and not record.baselines
 
 
+def test_a_way_that_is_left_out():
+    record, failures = products.run_case(TINY, ONCE._replace(without=("xla",)), {}, products.MATMUL)
+    assert not failures and record.ratio is None and not record.baselines
+
+
 def test_all_plans_are_timed_and_the_chosen_one_is_the_default(monkeypatch):
     best = matmul_model.choose(8192, 1280, 8192, 132)
     plans = [best, *(p for p in matmul_model.candidates(8192, 1280, 8192, 132) if p != best)]

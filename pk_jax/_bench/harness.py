@@ -29,7 +29,7 @@ class Method(NamedTuple):
         forced: time each mechanism forced, too, and chains with an elementwise kernel between.
         budget_s: about how long the samples of a variant may take; a slow one gets fewer.
         plans: of products with a collective, time each tile and number of SMs forced, too.
-        without: names of ways to do such a product that are left out.
+        without: names of ways to make a product that are left out.
     """
 
     sample_ms: float = 20.0
