@@ -41,7 +41,7 @@ def test_takes_none_where_four_would_cost_a_wave():
 
 
 def test_takes_none_where_their_entry_would_show():
-    assert _choose(512, 7168, 8192).num_comm_blocks == 0
+    assert _choose(512, 7168, 8192, tile=(128, 256)).num_comm_blocks == 0
 
 
 def test_takes_more_where_the_link_is_the_bound():

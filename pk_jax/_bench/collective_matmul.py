@@ -120,6 +120,11 @@ def kind_of(op: str, case: Any) -> Any:
     }[op]
 
 
+def is_on_gpus(mesh: Any) -> bool:
+    """Whether the mesh is one of GPUs."""
+    return mesh.devices.flat[0].platform == "gpu"
+
+
 def pallas_of(mesh: Any, cases: Sequence[GatherCase], method: Any) -> dict[str, Any]:
     """What Pallas's kernel takes for each case, or why there is no such number."""
     import jax
@@ -129,7 +134,7 @@ def pallas_of(mesh: Any, cases: Sequence[GatherCase], method: Any) -> dict[str, 
     if pallas.NAME in method.without:
         return {}
     reason = None
-    if mesh.devices.flat[0].platform != "gpu":
+    if not is_on_gpus(mesh):
         reason = "it needs GPUs"
     elif jax.process_count() > 1:
         reason = "in several processes it asks for symmetric memory, and so for NVLink multicast"
@@ -144,6 +149,7 @@ def pallas_of(mesh: Any, cases: Sequence[GatherCase], method: Any) -> dict[str, 
             {pallas.NAME: best[1]} if best else {},
             {} if best else {pallas.NAME: why or "it printed nothing"},
             {pallas.NAME: mine | {"config": best[0] if best else None}},
+            mine["us"].get(pallas.XLA, [None])[0],
         )
     return beside
 

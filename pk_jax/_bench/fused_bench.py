@@ -48,17 +48,25 @@ PLANS = {
 
 
 class Beside(NamedTuple):
-    """What was measured elsewhere in the run: baselines, reasons for lack of one, how.
+    """What was measured in a process of its own: baselines, reasons for lack of one, how.
 
     Attributes:
         baselines: microseconds by name.
         skipped: reasons by name.
         method: what the record's method says of it.
+        xla: what XLA's program took there. A GPU that has been idle is faster for seconds, so the
+            record has baselines in proportion: times what XLA takes here, over this.
     """
 
     baselines: dict[str, float] = {}  # noqa: RUF012  (none of them is ever changed)
     skipped: dict[str, str] = {}  # noqa: RUF012
     method: dict[str, Any] = {}  # noqa: RUF012
+    xla: float | None = None
+
+    def here(self, xla: float | None) -> dict[str, float]:
+        """The baselines beside an XLA that takes so long."""
+        scale = xla / self.xla if xla and self.xla else 1.0
+        return {name: us * scale for name, us in self.baselines.items()}
 
 
 class Built(NamedTuple):
@@ -291,7 +299,7 @@ def make_record(
         kind: {name: us[name] for name in us if kinds[name] == kind}
         for kind in ("pk", "baseline", "alone")
     }
-    baselines = by_kind["baseline"] | beside.baselines
+    baselines = by_kind["baseline"] | beside.here(us.get("xla"))
     link = op.link_bytes(case, bench.ranks) / records.LINK_BYTES_PER_US
     compute = min(by_kind["alone"].values(), default=None)
     bound = max(compute or 0.0, link)
