@@ -4,7 +4,7 @@ The only file that imports ``jax._src`` or reads a version. One function or name
 the rest of the package asks for, so that a new JAX release is a change to this file alone.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import distributed as _distributed
 from jax._src import dtypes as _dtypes
+from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.interpreters import pxla as _pxla
 from jax._src.lax import lax as _lax
 from jax._src.lax import parallel as _parallel
@@ -148,6 +149,22 @@ def canonicalize_precision(precision: Any) -> Any:
 def run_eagerly(primitive: Any, *operands: Any, **params: Any) -> Any:
     """What a primitive does outside of jit, as JAX does it: a compiled call, cached."""
     return _dispatch.apply_primitive(primitive, *operands, **params)
+
+
+def when_read(primitive: Any, params_of: Callable[[list[bool]], dict[str, Any]]) -> None:
+    """Has JAX tell a primitive which of its results are read, where it drops what is not.
+
+    That is before a program is lowered, and where derivatives, remat and scan divide one.
+    `params_of(which are read)` are the parameters that say so.
+    """
+
+    def rule(used: list[bool], *more: Any) -> Any:
+        eqn = more[-1]  # before it jax 0.12 has which operands are live
+        some = any(used)
+        kept = eqn.replace(params=eqn.params | params_of(used)) if some else None
+        return [some] * len(eqn.invars), kept
+
+    _partial_eval.dce_rules[primitive] = rule
 
 
 def is_partitioned(ctx: Any) -> bool:

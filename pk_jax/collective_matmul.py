@@ -105,7 +105,6 @@ def all_gather_matmul(
             dtype=product_checks.result_dtype(op, x.dtype, preferred_element_type),
             precision=_matmul.precision_of_call(),
             save_gathered=save_gathered,
-            reads_gathered=return_gathered,
             strict=_is_strict(config),
             implementation=implementation,
             config=resolved,

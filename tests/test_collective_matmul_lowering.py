@@ -5,6 +5,7 @@ backward pass off the kernels, a reason that is not given.
 """
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -197,6 +198,7 @@ READERS = {
     "the gradient of w": (True, lambda op: grad_of(op, 1), (W, W)),
     "not that of x": (False, lambda op: grad_of(op, 0), (X, W)),
     "nor who gathers again": (False, lambda op: grad_of(op, 1, save_gathered=False), (W, W)),
+    "nor who drops it": (False, lambda op: lambda *xs: op(*xs, return_gathered=True)[0], W),
 }
 
 
@@ -217,6 +219,30 @@ def test_own_rows_are_copied_beside_a_long_product(
     copied = read and hidden
     assert f"own_rows = {str(copied).lower()}" in text
     assert ("dynamic_update_slice" in text) != copied
+
+
+@pytest.mark.parametrize("which, read", [((0, 1), [True]), (0, [False]), (1, [])])
+def test_own_rows_of_a_sums_cotangent(which, read, can_run, mesh_of, lowered):
+    """What the gradient of x gathers is read by that of w."""
+    op = functools.partial(pk.matmul_reduce_scatter, axis_name="x")
+    sizes = [jax.ShapeDtypeStruct((8192, 8192), "bfloat16")] * 2
+    f = jax.grad(lambda *xs: jnp.sum(mapped(op, mesh_of(x=2), (W, X), X)(*xs)), which)
+    with pk.use_config(schedule="inter_sm"):
+        text = lowered(f, *sizes)
+    assert re.findall(r"own_rows = (\w+)", text) == [str(each).lower() for each in read]
+
+
+def test_own_rows_that_remat_makes_again(can_run, mesh_of, lowered):
+    """The forward pass keeps no gathered x, so nobody reads it there."""
+    op = functools.partial(pk.all_gather_matmul, axis_name="x")
+    sizes = [
+        jax.ShapeDtypeStruct((4096, 4096), "bfloat16"),
+        jax.ShapeDtypeStruct((4096, 8192), "bfloat16"),
+    ]
+    inner = jax.checkpoint(lambda *xs: jnp.sin(mapped(op, mesh_of(x=2), (X, W), W)(*xs)))
+    with pk.use_config(schedule="inter_sm"):
+        text = lowered(jax.value_and_grad(lambda *xs: jnp.sum(inner(*xs)), 1), *sizes)
+    assert sorted(re.findall(r"own_rows = (\w+)", text)) == ["false", "true"]
 
 
 def test_further_weights_follow(can_run, mesh_of, lowered, calls):

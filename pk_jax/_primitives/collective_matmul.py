@@ -15,7 +15,6 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -31,7 +30,7 @@ from pk_jax._primitives import (
     reductions,
     unfused,
 )
-from pk_jax._primitives.rules import fall_back, of_transpose
+from pk_jax._primitives.rules import fall_back, is_zero, no_tangent, of_transpose
 from pk_jax._reference import collective_matmul as reference
 from pk_jax.config import Config, resolve
 
@@ -54,7 +53,6 @@ def all_gather_matmul(
     config: Config,
     transpose_w: bool = False,
     save_gathered: bool = True,
-    reads_gathered: bool = False,
     strict: bool = False,
 ) -> list[Any]:
     """Binds pk_all_gather_matmul; the arguments are checked.
@@ -69,7 +67,6 @@ def all_gather_matmul(
         config: the resolved Config.
         transpose_w: see ws.
         save_gathered: the gradients of ws read the gathered x; without, they gather x again.
-        reads_gathered: the gathered x is known to be read; a hint to those who make it.
         strict: config.schedule is the call's own, and no default that gives way.
 
     Returns:
@@ -83,7 +80,7 @@ def all_gather_matmul(
         dtype=np.dtype(dtype),
         precision=precision,
         save_gathered=save_gathered,
-        reads_gathered=reads_gathered,
+        reads_gathered=True,  # until JAX has found that nobody does: see when_read() below
         strict=strict,
         implementation=implementation,
         config=config,
@@ -163,22 +160,13 @@ def _gathered(params: dict[str, Any], x: Any) -> Any:
     return gathers.all_gather(x, params["axis_name"], axis=1, tiled=True, to="varying", **moved)
 
 
-def _is_zero(tangent: Any) -> bool:
-    return type(tangent) is ad.Zero
-
-
-def _no_tangent(out: Any) -> Any:
-    return ad.Zero(jax.typeof(out).to_tangent_aval())
-
-
 def _jvp_of_gather(primals: Any, tangents: Any, **params: Any) -> Any:
     (x, *ws), (tx, *tws) = primals, tangents
-    changed = [i for i, tw in enumerate(tws) if not _is_zero(tw)]
-    reads = params["reads_gathered"] or (bool(changed) and params["save_gathered"])
-    outs = all_gather_matmul_p.bind(x, *ws, **params | {"reads_gathered": reads})
-    results: list[Any] = list(map(_no_tangent, outs))
-    if not _is_zero(tx):
+    outs = all_gather_matmul_p.bind(x, *ws, **params)
+    results: list[Any] = list(map(no_tangent, outs))
+    if not is_zero(tx):
         results = all_gather_matmul_p.bind(tx, *ws, **params)
+    changed = [i for i, tw in enumerate(tws) if not is_zero(tw)]
     if not changed:
         return outs, results
     if params["save_gathered"]:
@@ -195,13 +183,13 @@ def _jvp_of_gather(primals: Any, tangents: Any, **params: Any) -> Any:
 def _transpose_of_gather(cotangents: Any, x: Any, *ws: Any, **params: Any) -> Any:
     gathered_ct, *cts = cotangents
     if not ad.is_undefined_primal(x):
-        gathered = None if all(map(_is_zero, cts)) else _gathered(params, x)
+        gathered = None if all(map(is_zero, cts)) else _gathered(params, x)
         return None, *(
-            ad.Zero(w.aval.to_ct_aval()) if _is_zero(ct) else _to_w(params, gathered, ct, w)
+            ad.Zero(w.aval.to_ct_aval()) if is_zero(ct) else _to_w(params, gathered, ct, w)
             for ct, w in zip(cts, ws, strict=True)
         )
     to_x: Any = ad.Zero(x.aval.to_ct_aval())
-    pairs = [y for ct, w in zip(cts, ws, strict=True) if not _is_zero(ct) for y in (ct, w)]
+    pairs = [y for ct, w in zip(cts, ws, strict=True) if not is_zero(ct) for y in (ct, w)]
     if pairs:
         to_x = matmul_reduce_scatter(
             pairs,
@@ -210,7 +198,7 @@ def _transpose_of_gather(cotangents: Any, x: Any, *ws: Any, **params: Any) -> An
             dtype=x.aval.dtype,
             **_inherited(params, SCATTER),
         )
-    if not _is_zero(gathered_ct):
+    if not is_zero(gathered_ct):
         moved = _moved(params, "psum_scatter")
         part = gathers.psum_scatter(
             gathered_ct, params["axis_name"], scatter_dimension=1, tiled=True, **moved
@@ -227,9 +215,9 @@ def _jvp_of_sum(primals: Any, tangents: Any, *, primitive: Primitive, **params: 
     out = primitive.bind(*primals, **params)
     pairs = []
     for (x, w), (tx, tw) in zip(_pairs_of(primals), _pairs_of(tangents), strict=True):
-        pairs += [] if _is_zero(tx) else [tx, w]
-        pairs += [] if _is_zero(tw) else [x, tw]
-    tangent = primitive.bind(*pairs, **params) if pairs else _no_tangent(out)
+        pairs += [] if is_zero(tx) else [tx, w]
+        pairs += [] if is_zero(tw) else [x, tw]
+    tangent = primitive.bind(*pairs, **params) if pairs else no_tangent(out)
     return out, tangent
 
 
@@ -245,7 +233,6 @@ def _transpose_of_scatter(cotangent: Any, *operands: Any, **params: Any) -> Any:
             params["axis_name"],
             transpose_w=not params["transpose_w"],
             dtype=found[0][0].aval.dtype,
-            reads_gathered=any(ad.is_undefined_primal(w) for w in operands[1::2]),
             **_inherited(params, GATHER),
         )
     return _to_pairs(params, gathered, iter(to_x), operands)
@@ -391,6 +378,8 @@ _define(
     transpose=_transpose_of_gather,
     batch=_batch_gather,
 )
+# A rank's own rows of the gathered x are copied by the kernel where somebody reads them.
+_compat.when_read(all_gather_matmul_p, lambda used: {"reads_gathered": used[0]})
 for _primitive, _op, _type, _transpose in (
     (matmul_reduce_scatter_p, SCATTER, product_types.of_scatter, _transpose_of_scatter),
     (matmul_all_reduce_p, REDUCE, product_types.of_reduce, _transpose_of_reduce),

@@ -26,7 +26,15 @@ from jax.interpreters import ad, batching, mlir
 from pk_jax import _capability, _compat, _selection
 from pk_jax._capability import CHECKS
 from pk_jax._primitives import checks, exchanges
-from pk_jax._primitives.rules import Rules, define, emit, lower, of_transpose
+from pk_jax._primitives.rules import (
+    Rules,
+    define,
+    emit,
+    is_zero,
+    lower,
+    no_tangent,
+    of_transpose,
+)
 from pk_jax._reference import ragged as reference
 from pk_jax._tuning import cost_model
 from pk_jax.config import Config, resolve
@@ -128,15 +136,15 @@ def _abstract_eval(*operands: Any, **params: Any) -> Any:
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     result = ragged_all_to_all_p.bind(*primals, **params)
     moved, kept = tangents[:2]
-    if type(moved) is ad.Zero and type(kept) is ad.Zero:
-        return result, ad.Zero(jax.typeof(result).to_tangent_aval())
+    if is_zero(moved) and is_zero(kept):
+        return result, no_tangent(result)
     moved, kept = ad.instantiate_zeros(moved), ad.instantiate_zeros(kept)
     return result, ragged_all_to_all_p.bind(moved, kept, *primals[2:], **params)
 
 
 def _transpose(cotangent: Any, operand: Any, output: Any, *indices: Any, **params: Any) -> Any:
     wanted = [ad.is_undefined_primal(operand), ad.is_undefined_primal(output)]
-    if type(cotangent) is ad.Zero:
+    if is_zero(cotangent):
         zeros = [
             ad.Zero(x.aval) if w else None for x, w in zip((operand, output), wanted, strict=True)
         ]

@@ -55,6 +55,16 @@ def of_transpose(params: dict[str, Any]) -> str | None:
     return "reference" if params["implementation"] == "reference" else None
 
 
+def is_zero(tangent: Any) -> bool:
+    """Whether a tangent or cotangent is symbolically zero."""
+    return type(tangent) is ad.Zero
+
+
+def no_tangent(out: Any) -> Any:
+    """The zero tangent of a result."""
+    return ad.Zero(jax.typeof(out).to_tangent_aval())
+
+
 def axes_of(params: dict[str, Any]) -> tuple[Any, ...]:
     """The axes of a primitive; reductions have them under another name, as in lax."""
     return params["axes"] if "axes" in params else params["axis_name"]
