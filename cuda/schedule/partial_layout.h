@@ -19,16 +19,16 @@ struct PartialLayout {
   static constexpr int64_t kTileBytes = int64_t{kWarps} * kChunks * kChunkBytes;
 
   // A tile leaves under the `num_steps` steps of the next one, a panel each so many of them, and
-  // before the last one. With a lead of one round the peer adds it up when that tile is done: it
-  // leaves in the first half, to have come by then. With more, where the link is what takes long,
-  // it leaves evenly, so that the link is loaded so. Not in the first step, when no other one is in
-  // flight, and consumer 1 half way between the panels of consumer 0: a step in which both write
-  // one takes twice its time.
+  // before the last one. With a lead of one round the peer may add it up when that tile is done: it
+  // leaves in the first half, if there are steps enough, to have come by then. With more, where the
+  // link is what takes long, it leaves evenly, so that the link is loaded so. Not in the first
+  // step, when no other one is in flight, and consumer 1 half way between the panels of consumer 0:
+  // a step in which both write one takes twice its time.
   static constexpr int kPanels = 4;
   PK_HOST_DEVICE static constexpr int panel_steps(int num_steps, int lead) {
     const int even = (num_steps - 3) * 2 / (2 * kPanels - 1);
-    const int steps = lead > 1 ? even : even / 2;
-    return steps > 1 ? steps : 1;
+    if (even < 2) return 1;  // both consumers in the same steps: there are no others
+    return lead > 1 ? even : even / 2 > 2 ? even / 2 : 2;
   }
   PK_HOST_DEVICE static constexpr int send_step(int panel, int panel_steps, int consumer) {
     return 1 + consumer * panel_steps / 2 + panel * panel_steps;
