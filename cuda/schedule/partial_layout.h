@@ -55,5 +55,6 @@ constexpr bool leaves_before_the_last_step() {
   return true;
 }
 static_assert(leaves_before_the_last_step());
+static_assert(PartialLayout::panel_steps(64, 1) < PartialLayout::panel_steps(64, 2));
 
 }  // namespace pk

@@ -170,9 +170,9 @@ def _gather(place: _Place, sizes: _Sizes, params: dict[str, Any]) -> Fused | str
         num_comm_blocks=0 if intra_sm else num_comm,
         least_comm_blocks=int(config.schedule == "inter_sm"),
     )
-    # If the gathered x is read, as further products do, the kernel copies a rank's own rows beside
-    # the product, where that is long and hides them. Else XLA does, and drops the copy if nobody
-    # reads it after all: under the power limit it would take time though it is hidden.
+    # Where somebody reads the gathered x the kernel copies a rank's own rows beside the product, if
+    # that is long and hides them; further products read it in any case. Else XLA does, if anybody
+    # does: what is hidden takes time too, by the power limit (decision 0013).
     plan, hurried = choose(own_rows=True), choose(own_rows=False)
     hidden = plan.seconds <= _HIDDEN * hurried.seconds
     own_rows = len(widths) > 1 or (params["reads_gathered"] and hidden)
