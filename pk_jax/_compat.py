@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jaxlib.version
+import numpy as np
 from jax._src import config as _jax_config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
@@ -134,6 +135,12 @@ def mesh_devices(ctx: Any) -> list[Device] | None:
         return None
     mesh = axis_context.mesh
     return list(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else None
+
+
+def type_like(x: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """The type of an array that varies as one of type x does."""
+    sharding = x.sharding.update(spec=jax.sharding.PartitionSpec(*(None for _ in shape)))
+    return x.update(shape=shape, dtype=np.dtype(dtype), weak_type=False, sharding=sharding)
 
 
 def vary_as_operands(*xs: Any) -> list[Any]:

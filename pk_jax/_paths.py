@@ -11,7 +11,12 @@ from pk_jax import _selection
 from pk_jax._compat import Device
 from pk_jax._selection import Decision
 
-OPS = (*_selection.OPS, *_selection.PRODUCTS, *_selection.COLLECTIVE_PRODUCTS)
+OPS = (
+    *_selection.OPS,
+    *_selection.PRODUCTS,
+    *_selection.COLLECTIVE_PRODUCTS,
+    *_selection.ATTENTION,
+)
 
 
 class Path(NamedTuple):
@@ -37,6 +42,10 @@ def paths(devices: Sequence[Device] | None = None) -> list[Path]:
             decision = _of_product(op, devices)
         elif op in _selection.COLLECTIVE_PRODUCTS:
             decision = _of_collective_product(op, devices)
+        elif op == "attention":
+            decision = Decision("reference", _selection.NO_ATTENTION)
+        elif op in _selection.ATTENTION:
+            decision = Decision("unfused", _selection.NO_RING if "ring" in op else _ULYSSES)
         else:
             decision = _of_collective(op, devices)
         rows.append(Path(op, decision.path, decision.reason))
@@ -74,3 +83,4 @@ _BY_TIME = (
     "the other, which take the paths of their own"
 )
 _PARTS = "the collective and the product take the paths of their own, one after the other"
+_ULYSSES = "pk.all_to_all before and after attention on each device, on the paths of their own"

@@ -42,10 +42,16 @@ _SUMS = ("psum", "pmean", "psum_scatter")
 _REDUCTIONS = (*_SUMS, "pmax", "pmin")
 PRODUCTS = ("matmul", "ragged_dot")
 COLLECTIVE_PRODUCTS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+ATTENTION = ("attention", "ring_attention", "ulysses_attention")
 
 # What no library may call its op: ops and custom calls of pk_jax.
-FURTHER_CALLS = ("matmul_reduce_scatter_few_rows", "matmul_all_reduce_few_rows", "noop")
-TAKEN = frozenset((*OPS, *PRODUCTS, *COLLECTIVE_PRODUCTS, *FURTHER_CALLS))
+FURTHER_CALLS = (
+    "attention_backward",
+    "matmul_reduce_scatter_few_rows",
+    "matmul_all_reduce_few_rows",
+    "noop",
+)
+TAKEN = frozenset((*OPS, *PRODUCTS, *COLLECTIVE_PRODUCTS, *ATTENTION, *FURTHER_CALLS))
 
 # The ops that are another's custom call.
 _CALLS: dict[str, str] = dict.fromkeys(("pmax", "pmin", "pmean"), "psum")
@@ -297,6 +303,14 @@ FLOAT8 = "float8_e4m3fn"
 SLOWER = (
     "the kernels are not as fast as XLA's product at every shape yet; implementation='cuda', or a "
     "tile, runs them"
+)
+NO_ATTENTION = (
+    "there is no kernel for attention yet; implementation=None runs it through jax.lax, a block of "
+    "keys at a time"
+)
+NO_RING = (
+    "there is no kernel for it yet; implementation=None composes it of pk.ppermute and attention "
+    "on each device"
 )
 MAPPED = (
     "a map over all operands is one batched product, for which there are no kernels; jax.lax.map "

@@ -121,6 +121,9 @@ _KNOBS |= {
     | {"tile": (*matmul_model.SHAPES, few_rows_model.TILE)}  # the last is that of few rows
     for op in ("matmul_reduce_scatter", "matmul_all_reduce")
 }
+# Attention has no kernel as yet; around it are the collectives that it is composed of.
+_KNOBS |= {"attention": {}, "ring_attention": _KNOBS["ppermute"]}
+_KNOBS |= {"ulysses_attention": _KNOBS["all_to_all"]}
 _KNOBS["ragged_all_to_all"] = {"mechanism": ("register",), "num_comm_sms": _SMS}
 
 
@@ -202,4 +205,6 @@ def _honours(op: str, name: str, value: Any) -> bool:
 
 def _knobs_of(op: str) -> str:
     knobs = _KNOBS[op].items()
+    if not knobs:
+        return "it has no knobs yet"
     return "its knobs are " + ", ".join(f"{name} ({choices})" for name, choices in knobs)

@@ -9,7 +9,7 @@ from jax import lax
 
 from pk_jax import _compat
 from pk_jax import config as _config
-from pk_jax._primitives import product_checks
+from pk_jax._primitives import checks, product_checks
 from pk_jax._primitives import ragged_dot as _ragged_dot
 from pk_jax.config import Config
 
@@ -87,7 +87,7 @@ def ragged_dot(
             f"{op}: group_offset={group_offset!r} must be None, jax.lax.ragged_dot does not "
             "implement it either; slice the rows of lhs, rhs and group_sizes instead"
         )
-    _check_types(op, lhs, rhs, group_sizes)
+    checks.check_no_explicit_axes(op, lhs, rhs, group_sizes)
     common = product_checks.common_dtype(op, lhs=lhs, rhs=rhs)
     dtype = product_checks.result_dtype(op, common, preferred_element_type)
     return _ragged_dot.ragged_dot(
@@ -126,18 +126,4 @@ def _check_shapes(op: str, lhs: Any, rhs: Any, group_sizes: Any) -> None:
             f"{op}: rhs has {rhs.shape[0]} matrices, its shape being {rhs.shape}, and group_sizes "
             f"{group_sizes.shape[0]} numbers; give each matrix the size of its group, 0 if it is "
             "empty"
-        )
-
-
-def _check_types(op: str, *operands: Any) -> None:
-    """Raises where the types of arrays name mesh axes: lax then asks for an out_sharding."""
-    mesh = jax.sharding.get_abstract_mesh()
-    meshes = [mesh]
-    if not mesh.manual_axes:  # inside shard_map what is closed over still names the mesh outside
-        meshes += [jax.typeof(x).sharding.mesh for x in operands]
-    if any(jax.sharding.AxisType.Explicit in each.axis_types for each in meshes):
-        raise NotImplementedError(
-            f"{op}: the types of the operands name the mesh axes "
-            f"{sorted({axis for each in meshes for axis in each.axis_names})}, and no rule says "
-            "how the result lies; call it inside jax.shard_map over all of them"
         )

@@ -147,6 +147,20 @@ def check_flag(op: str, name: str, value: Any) -> bool:
         raise TypeError(f"{op}: {name} must be True or False, got {value!r}") from None
 
 
+def check_no_explicit_axes(op: str, *operands: Any) -> None:
+    """Raises where the types of arrays name mesh axes: lax then asks for an out_sharding."""
+    mesh = jax.sharding.get_abstract_mesh()
+    meshes = [mesh]
+    if not mesh.manual_axes:  # inside shard_map what is closed over still names the mesh outside
+        meshes += [jax.typeof(x).sharding.mesh for x in operands]
+    if any(jax.sharding.AxisType.Explicit in each.axis_types for each in meshes):
+        raise NotImplementedError(
+            f"{op}: the types of the operands name the mesh axes "
+            f"{sorted({axis for each in meshes for axis in each.axis_names})}, and no rule says "
+            "how the result lies; call it inside jax.shard_map over all of them"
+        )
+
+
 def bound_size(axis_name: Sequence[Any], groups: tuple[tuple[int, ...], ...] | None = None) -> int:
     """Ranks in a group: the product of the axes' sizes, or the size of the groups."""
     if groups is not None:
