@@ -5,6 +5,10 @@ from pk_jax._doctor import doctor as doctor
 from pk_jax._redirect import jax_collectives as jax_collectives
 from pk_jax._registry import last_error as last_error
 from pk_jax.attention import attention as attention
+from pk_jax.attention import ring_attention as ring_attention
+from pk_jax.attention import ulysses_attention as ulysses_attention
+from pk_jax.attention import unzigzag as unzigzag
+from pk_jax.attention import zigzag as zigzag
 from pk_jax.collective_matmul import all_gather_matmul as all_gather_matmul
 from pk_jax.collective_matmul import matmul_all_reduce as matmul_all_reduce
 from pk_jax.collective_matmul import matmul_reduce_scatter as matmul_reduce_scatter

@@ -7,9 +7,14 @@ one of the keys'.
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from pk_jax import config as _config
 from pk_jax._primitives import attention as _attention
 from pk_jax._primitives import attention_checks, checks
+from pk_jax._primitives import ring_attention as _ring_attention
+from pk_jax._primitives import ulysses as _ulysses
 from pk_jax.config import Config
 
 
@@ -76,18 +81,248 @@ def attention(
         ((1, 8, 4, 16), [3.0, 1.0, 2.0])
     """
     op = "attention"
-    _config.check_implementation(op, implementation)
-    resolved = _config.resolve(op, config)
-    attention_checks.check_arrays(op, query, key, value)
-    out, lse = _attention.attention(
-        query,
-        key,
-        value,
-        attention_checks.places_of(op, query, key, query_segment_ids, key_value_segment_ids),
-        spec=attention_checks.spec_of(
-            op, query, scale, is_causal, local_window_size, logits_soft_cap
-        ),
-        implementation=implementation,
-        config=resolved,
+    asked = _Asked(op, scale, is_causal, local_window_size, logits_soft_cap, implementation, config)
+    spec, places = asked.of(query, key, value, query_segment_ids, key_value_segment_ids)
+    outs = _attention.attention(query, key, value, places, spec=spec, **asked.how)
+    return _results(op, outs, return_residual)
+
+
+def ring_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    axis_name: Any,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    local_window_size: int | tuple[int, int] | None = None,
+    query_segment_ids: Any = None,
+    key_value_segment_ids: Any = None,
+    logits_soft_cap: float | None = None,
+    return_residual: bool = False,
+    layout: str = "contiguous",
+    implementation: str | None = None,
+    config: Config | None = None,
+) -> Any:
+    """Attention over a sequence that is cut along a mesh axis; keys and values go round the ranks.
+
+    Equals :func:`attention` on the gathered arrays, of which each rank has its part: in n - 1 hops
+    it meets the keys and values of all others, and merges what they give in fp32 by their
+    log-sum-exps (Ring Attention, Liu et al., arXiv:2310.01889). A hop whose keys no rank sees is
+    not made, as most are not under a short window; a rank that sees none of a hop's keys computes
+    nothing in it. No array is larger than a rank's part, but for the logits of some keys.
+
+    Under a causal mask and the contiguous layout the last rank has n times the work of the first.
+    "zigzag" gives all the same: rank r has piece r and piece 2n - 1 - r of 2n, as is the practice
+    in training on long sequences (ring-flash-attention; Llama 3, arXiv:2407.21783).
+    :func:`zigzag` reorders an array, and all that goes with its rows (ids, rotary positions,
+    targets) the same way.
+
+    The gradient is one more way round, with the cotangents of keys and values in fp32 beside them
+    and home in the last hop; it keeps the operands, the result and the residual. All sums are in
+    an order that is fixed for each rank.
+
+    Args:
+        query: [B, T, N, D], this rank's part, T the same on all ranks. Lengths that differ between
+            ranks cannot be seen here, and are an error of ``jax.shard_map`` at the latest.
+        key: [B, S, K, D], this rank's part. S may differ from T.
+        value: [B, S, K, Dv].
+        axis_name: the mesh axis or axes of the sequence, several in the order of the mesh's.
+        scale: as in :func:`attention`.
+        is_causal: by the positions in the whole sequence, in both layouts.
+        local_window_size: by these positions, too.
+        query_segment_ids: [B, T], this rank's.
+        key_value_segment_ids: [B, S], this rank's; they go round with the keys.
+        logits_soft_cap: as in :func:`attention`.
+        return_residual: also return the log-sum-exp over all keys.
+        layout: "contiguous", rank r has rows r * T to (r + 1) * T - 1; or "zigzag".
+        implementation: "cuda" raises NotImplementedError, as there is no kernel yet. None composes
+            the ring of ``pk.ppermute`` and attention on each device, "reference" of ``jax.lax``.
+        config: the knobs of ``pk.ppermute``.
+
+    Returns:
+        [B, T, N, Dv] in the query's dtype; with return_residual a pair with the residual [B, T, N].
+
+    Raises:
+        TypeError: as in :func:`attention`.
+        ValueError: as in :func:`attention`; a layout that there is not, or an odd T or S that
+            cannot be two pieces of one size.
+        NotImplementedError: arrays whose types name mesh axes; positions past 32 bits.
+
+    Four GPUs, a causal language model, balanced::
+
+        >>> @jax.shard_map(mesh=mesh, in_specs=P(None, "sp"), out_specs=P(None, "sp"))
+        ... def f(q, k, v):                                       # each rank's two pieces
+        ...     return pk.ring_attention(q, k, v, "sp", is_causal=True, layout="zigzag")
+        >>> y = pk.unzigzag(f(*(pk.zigzag(x, 4) for x in (q, k, v))), 4)
+    """
+    op = "ring_attention"
+    asked = _Asked(op, scale, is_causal, local_window_size, logits_soft_cap, implementation, config)
+    axes = checks.check_axes(op, axis_name)
+    spec, places = asked.of(query, key, value, query_segment_ids, key_value_segment_ids)
+    outs = _ring(op, query, key, value, places, axes, spec, layout, **asked.how)
+    return _results(op, outs, return_residual)
+
+
+def ulysses_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    axis_name: Any,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    local_window_size: int | tuple[int, int] | None = None,
+    query_segment_ids: Any = None,
+    key_value_segment_ids: Any = None,
+    logits_soft_cap: float | None = None,
+    return_residual: bool = False,
+    ring_axis_name: Any = None,
+    layout: str = "contiguous",
+    implementation: str | None = None,
+    config: Config | None = None,
+) -> Any:
+    """Attention over a sequence that is cut along a mesh axis, each rank taking some of the heads.
+
+    Equals :func:`attention` on the gathered arrays: an all_to_all gives each rank all rows of its
+    N / n heads, and after attention another gives all heads of its rows back (DeepSpeed-Ulysses,
+    Jacobs et al., arXiv:2309.14509). Of K < n heads of the keys each rank needs one, and is sent
+    that one: they are repeated n / K times before they are sent, never further. Segment ids are
+    gathered.
+
+    With `ring_axis_name` attention goes round a ring of that axis in between, for more ranks than
+    there are heads: the sequence is cut along (ring axes, then these), in_specs
+    ``P(None, ("ring", "ulysses"))``, and a ring rank's rows are those of its Ulysses ranks.
+
+    Args:
+        query: [B, T, N, D], this rank's part; N must be divisible by the n ranks.
+        key: [B, S, K, D]; K must be divisible by n, or divide it.
+        value: [B, S, K, Dv].
+        axis_name: the mesh axis or axes of the sequence, of n ranks.
+        scale: as in :func:`attention`.
+        is_causal: by the positions in the whole sequence.
+        local_window_size: by these positions, too.
+        query_segment_ids: [B, T], this rank's.
+        key_value_segment_ids: [B, S], this rank's.
+        logits_soft_cap: as in :func:`attention`.
+        return_residual: also return the log-sum-exp over all keys, of this rank's rows.
+        ring_axis_name: the axis or axes of a :func:`ring_attention` between the two exchanges.
+        layout: that of the ring, in its ranks; without one "contiguous".
+        implementation: "cuda" raises NotImplementedError, as there is no kernel for attention yet.
+            None is ``pk.all_to_all`` and attention on each device, "reference" is ``jax.lax``.
+        config: the knobs of ``pk.all_to_all``; the ring takes those that it has as well.
+
+    Returns:
+        [B, T, N, Dv] in the query's dtype; with return_residual a pair with the residual [B, T, N].
+
+    Raises:
+        TypeError: as in :func:`attention`.
+        ValueError: as in :func:`ring_attention`, or heads that n ranks cannot share.
+        NotImplementedError: as in :func:`ring_attention`.
+
+    Four GPUs, eight heads of the query and two of the keys::
+
+        >>> @jax.shard_map(mesh=mesh, in_specs=P(None, "sp"), out_specs=P(None, "sp"))
+        ... def f(q, k, v):                   # q: [B, T, 8, D], k and v: [B, T, 2, D]
+        ...     return pk.ulysses_attention(q, k, v, "sp", is_causal=True)
+    """
+    op = "ulysses_attention"
+    asked = _Asked(op, scale, is_causal, local_window_size, logits_soft_cap, implementation, config)
+    axes = checks.check_axes(op, axis_name)
+    spec, places = asked.of(query, key, value, query_segment_ids, key_value_segment_ids)
+    ring = () if ring_axis_name is None else checks.check_axes(op, ring_axis_name)
+    attention_checks.check_exchange(op, query, key, axes, ring, layout)
+    exchange = _ulysses.Exchange(axes, **asked.how)
+    query, key, value = map(exchange.rows_of_heads, (query, key, value))
+    places = exchange.gathered(places)
+    how = asked.how | {"config": _config.part_of(asked.how["config"], "ring_attention")}
+    if ring:
+        outs = _ring(op, query, key, value, places, ring, spec, layout, **how)
+    else:
+        outs = _attention.attention(query, key, value, places, spec=spec, **how)
+    return _results(op, map(exchange.heads_of_rows, outs), return_residual)
+
+
+def zigzag(x: Any, num_ranks: int, axis: int = 1) -> jax.Array:
+    """A global array in the order in which it is cut for ``ring_attention(layout="zigzag")``.
+
+    Of 2n pieces in a row, 0 to 2n - 1, rank r gets pieces r and 2n - 1 - r, so that all ranks have
+    as many keys before them under a causal mask. Apply it to all that goes with the rows, positions
+    among them: ``zigzag(jnp.arange(length), n, axis=0)``.
+
+    Args:
+        x: an array, whole, outside of ``jax.shard_map``.
+        num_ranks: n, the ranks of the ring.
+        axis: the dimension of the sequence, divisible by 2n.
+
+    Returns:
+        x with its pieces in the order 0, 2n - 1, 1, 2n - 2 and so on.
+
+        >>> pk.zigzag(jnp.arange(8), 2, axis=0).tolist()
+        [0, 1, 6, 7, 2, 3, 4, 5]
+    """
+    axis, pieces = attention_checks.check_pieces("zigzag", x, num_ranks, axis)
+    shape = (*x.shape[:axis], 2, num_ranks, x.shape[axis] // pieces, *x.shape[axis + 1 :])
+    first, second = jnp.moveaxis(jnp.reshape(x, shape), axis, 0)
+    pairs = jnp.stack([first, jnp.flip(second, axis)], axis + 1)
+    return pairs.reshape(x.shape)
+
+
+def unzigzag(x: Any, num_ranks: int, axis: int = 1) -> jax.Array:
+    """The order before :func:`zigzag`, whose arguments it has."""
+    axis, pieces = attention_checks.check_pieces("unzigzag", x, num_ranks, axis)
+    shape = (*x.shape[:axis], num_ranks, 2, x.shape[axis] // pieces, *x.shape[axis + 1 :])
+    first, second = jnp.moveaxis(jnp.reshape(x, shape), axis + 1, 0)
+    halves = jnp.stack([first, jnp.flip(second, axis)], axis)
+    return halves.reshape(x.shape)
+
+
+class _Asked:
+    """The arguments that all three functions have, checked."""
+
+    def __init__(
+        self,
+        op: str,
+        scale: Any,
+        is_causal: Any,
+        window: Any,
+        soft_cap: Any,
+        implementation: str | None,
+        config: Config | None,
+    ):
+        _config.check_implementation(op, implementation)
+        together = implementation != "reference"
+        resolved = _config.resolve(op, config, together=together)
+        self.op, self.logits = op, (scale, is_causal, window, soft_cap)
+        self.how: dict[str, Any] = {"implementation": implementation, "config": resolved}
+
+    def of(self, query: Any, key: Any, value: Any, query_ids: Any, key_ids: Any) -> Any:
+        """What is asked of these arrays, and the places of their rows."""
+        attention_checks.check_arrays(self.op, query, key, value)
+        places = attention_checks.places_of(self.op, query, key, query_ids, key_ids)
+        return attention_checks.spec_of(self.op, query, *self.logits), places
+
+
+def _ring(
+    op: str,
+    query: Any,
+    key: Any,
+    value: Any,
+    places: Any,
+    axes: tuple[Any, ...],
+    spec: Any,
+    layout: str,
+    **how: Any,
+) -> Any:
+    attention_checks.check_layout(op, layout, query, key, checks.bound_size(axes))
+    if not axes:
+        how |= {"config": _config.part_of(how["config"], "attention")}
+        return _attention.attention(query, key, value, places, spec=spec, **how)
+    return _ring_attention.ring_attention(
+        query, key, value, places, axes, spec=spec, layout=layout, **how
     )
+
+
+def _results(op: str, outs: Any, return_residual: Any) -> Any:
+    out, lse = outs
     return (out, lse) if checks.check_flag(op, "return_residual", return_residual) else out

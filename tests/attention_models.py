@@ -3,7 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 from product_models import reals
+
+import pk_jax as pk
 
 
 def operands(batch=2, rows=5, keys=7, heads=4, kv_heads=2, width=8, value_width=None, dtype=None):
@@ -95,6 +98,30 @@ def direct(query, key, value, seen, scale=None, cap=None):
     return jnp.einsum("bnts,bsnd->btnd", weights, value), jnp.moveaxis(lse, 1, 2)
 
 
+def on_whole(f, mesh, axes="x", layout="contiguous", check_vma=True, ids=None, ranks=None):
+    """What `f` on each rank's parts is on whole arrays, cut along the sequence.
+
+    Args:
+        f: takes parts and gives a result with its log-sum-exp, or takes parts and parts of ids.
+        mesh: of the ranks.
+        axes: along which sequences are cut.
+        layout: that of the ring of `ranks`, or of all ranks.
+        check_vma: as in jax.shard_map.
+        ids: whole, of the query and of the keys.
+        ranks: of the ring.
+    """
+    spec, ranks = P(None, axes), ranks or mesh.size
+    inner = jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
+    if layout == "contiguous":
+        return lambda *xs: inner(*xs, *(ids or ()))
+
+    def reordered(*xs):
+        outs = inner(*(pk.zigzag(x, ranks) for x in (*xs, *(ids or ()))))
+        return jax.tree.map(lambda y: pk.unzigzag(y, ranks), outs)
+
+    return reordered
+
+
 def loss(f, power=2):
     """A number that depends on each element of a result and of the log-sum-exps that there are."""
 
@@ -105,6 +132,23 @@ def loss(f, power=2):
         return jnp.sum(weights * out**power) + jnp.sum(jnp.sin(lse) * lse)
 
     return of
+
+
+def check(xs, f, logits, rtol=2e-5):
+    """Values and gradients of `f`, against those in double precision."""
+    outs, found, cotangents = with_cotangents(f, *xs)
+    want = in_double(*xs, **logits, cotangents=cotangents)
+    check_close(outs, want[0], rtol)
+    check_close(found, want[1], rtol)
+    return outs, found
+
+
+def logits_of(xs, query_ids=None, key_ids=None, **arguments):
+    """The mask and the rest that arguments of ours ask for, as in_double() and direct() take it."""
+    names = ("is_causal", "local_window_size")
+    asked = {name: arguments[name] for name in names if name in arguments}
+    seen = mask(xs[0].shape[1], xs[1].shape[1], **asked, query_ids=query_ids, key_ids=key_ids)
+    return {"seen": seen, "scale": arguments.get("scale"), "cap": arguments.get("logits_soft_cap")}
 
 
 def gradients(f, power=2):

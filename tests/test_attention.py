@@ -14,11 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_models import (
+    check,
     check_close,
     direct,
     gradients,
     ids,
     in_double,
+    logits_of,
     mask,
     operands,
     second,
@@ -63,29 +65,7 @@ def given(sizes, arguments):
     f = functools.partial(
         pair, query_segment_ids=query_ids, key_value_segment_ids=key_ids, **arguments
     )
-    seen = mask(
-        xs[0].shape[1],
-        xs[1].shape[1],
-        arguments.get("is_causal", False),
-        arguments.get("local_window_size"),
-        query_ids,
-        key_ids,
-    )
-    logits = {
-        "seen": seen,
-        "scale": arguments.get("scale"),
-        "cap": arguments.get("logits_soft_cap"),
-    }
-    return xs, f, logits
-
-
-def check(xs, f, logits, rtol=2e-5):
-    """Values and gradients of `f`, against those in double precision."""
-    outs, found, cotangents = with_cotangents(f, *xs)
-    want = in_double(*xs, **logits, cotangents=cotangents)
-    check_close(outs, want[0], rtol)
-    check_close(found, want[1], rtol)
-    return outs, found
+    return xs, f, logits_of(xs, query_ids, key_ids, **arguments)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -191,10 +171,10 @@ def test_large_logits():
 
 
 def test_forward_and_higher_orders(monkeypatch):
-    """Forward, forward over reverse, reverse over reverse; with blocks of keys and some left."""
+    """Forward, forward over reverse, reverse over reverse; with blocks of keys."""
     monkeypatch.setattr(reference, "BLOCK", 4)
-    arguments = {"ids": (ids(2, 6), ids(2, 7)), "is_causal": True, "logits_soft_cap": 2.0}
-    xs, f, logits = given({"rows": 6}, arguments)
+    arguments = {"ids": (ids(2, 6), ids(2, 8)), "is_causal": True, "logits_soft_cap": 2.0}
+    xs, f, logits = given({"rows": 6, "keys": 8}, arguments)
     changes = tuple(x + 1 for x in xs)
 
     def orders(f):

@@ -135,6 +135,56 @@ def check_layout(op: str, layout: Any, query: Any, key: Any, num_ranks: int) -> 
     return layout
 
 
+def check_exchange(
+    op: str, query: Any, key: Any, axes: tuple[Any, ...], ring: tuple[Any, ...], layout: Any
+) -> None:
+    """Raises unless the ranks of some axes can share the heads, and a ring may lie between."""
+    size, heads, kv_heads = checks.bound_size(axes), query.shape[2], key.shape[2]
+    if heads % size:
+        raise ValueError(
+            f"{op}: the heads of query, {heads} of shape {query.shape}, must be divisible by the "
+            f"{size} ranks of axis {axes}; cut the sequence over fewer, with ring_axis_name for "
+            "the others, or use ring_attention"
+        )
+    if kv_heads % size and size % kv_heads:
+        raise ValueError(
+            f"{op}: the heads of key and value, {kv_heads} of shape {key.shape}, must be divisible "
+            f"by the {size} ranks of axis {axes}, or divide them; repeat them to "
+            f"{math.lcm(kv_heads, size)}, or use ring_attention"
+        )
+    both = [axis for axis in axes if axis in ring]
+    if both:
+        raise ValueError(
+            f"{op}: axis_name {axes} and ring_axis_name {ring} share {both}; heads are exchanged "
+            "over one axis, and keys go round another"
+        )
+    if layout != LAYOUTS[0] and not ring:
+        raise ValueError(
+            f"{op}: layout={layout!r} is that of a ring, and there is no ring_axis_name; each rank "
+            f"has all rows of its heads, the same work in the layout {LAYOUTS[0]!r}"
+        )
+
+
+def check_pieces(op: str, x: Any, num_ranks: Any, axis: Any) -> tuple[int, int]:
+    """The dimension that is to be cut in two pieces a rank, and the pieces."""
+    product_checks.check_operand(op, "x", x)
+    try:
+        count = operator.index(num_ranks)
+    except TypeError:
+        raise TypeError(f"{op}: num_ranks must be an int, got {num_ranks!r}") from None
+    if count < 1:
+        raise ValueError(f"{op}: num_ranks must be 1 or more, got {count}")
+    index = checks.check_dimension(op, "axis", axis, x.ndim)
+    if x.shape[index] % (2 * count):
+        length = x.shape[index]
+        raise ValueError(
+            f"{op}: axis={axis} of shape {x.shape} has size {length}, which must be divisible by "
+            f"{2 * count}, two pieces for each of {count} ranks; pad it to "
+            f"{length + -length % (2 * count)}"
+        )
+    return index, 2 * count
+
+
 def _window(op: str, size: Any) -> tuple[int | None, int | None]:
     if size is None:
         return None, None
