@@ -82,8 +82,8 @@ def attention(
     """
     op = "attention"
     asked = _Asked(op, scale, is_causal, local_window_size, logits_soft_cap, implementation, config)
-    spec, places = asked.of(query, key, value, query_segment_ids, key_value_segment_ids)
-    outs = _attention.attention(query, key, value, places, spec=spec, **asked.how)
+    arrays, spec, places = asked.of(query, key, value, query_segment_ids, key_value_segment_ids)
+    outs = _attention.attention(*arrays, places, spec=spec, **asked.how)
     return _results(op, outs, return_residual)
 
 
@@ -159,8 +159,8 @@ def ring_attention(
     op = "ring_attention"
     asked = _Asked(op, scale, is_causal, local_window_size, logits_soft_cap, implementation, config)
     axes = checks.check_axes(op, axis_name)
-    spec, places = asked.of(query, key, value, query_segment_ids, key_value_segment_ids)
-    outs = _ring(op, query, key, value, places, axes, spec, layout, **asked.how)
+    arrays, spec, places = asked.of(query, key, value, query_segment_ids, key_value_segment_ids)
+    outs = _ring(op, *arrays, places, axes, spec, layout, **asked.how)
     return _results(op, outs, return_residual)
 
 
@@ -229,13 +229,13 @@ def ulysses_attention(
     op = "ulysses_attention"
     asked = _Asked(op, scale, is_causal, local_window_size, logits_soft_cap, implementation, config)
     axes = checks.check_axes(op, axis_name)
-    spec, places = asked.of(query, key, value, query_segment_ids, key_value_segment_ids)
+    arrays, spec, places = asked.of(query, key, value, query_segment_ids, key_value_segment_ids)
     ring = () if ring_axis_name is None else checks.check_axes(op, ring_axis_name)
-    attention_checks.check_exchange(op, query, key, axes, ring, layout)
+    attention_checks.check_exchange(op, *arrays[:2], axes, ring, layout)
     exchange = _ulysses.Exchange(axes, **asked.how)
-    query, key, value = map(exchange.rows_of_heads, (query, key, value))
+    query, key, value = map(exchange.rows_of_heads, arrays)
     places = exchange.gathered(places)
-    how = asked.how | {"config": _config.part_of(asked.how["config"], "ring_attention")}
+    how = asked.parts("ring_attention" if ring else "attention")
     if ring:
         outs = _ring(op, query, key, value, places, ring, spec, layout, **how)
     else:
@@ -296,11 +296,17 @@ class _Asked:
         self.op, self.logits = op, (scale, is_causal, window, soft_cap)
         self.how: dict[str, Any] = {"implementation": implementation, "config": resolved}
 
-    def of(self, query: Any, key: Any, value: Any, query_ids: Any, key_ids: Any) -> Any:
-        """What is asked of these arrays, and the places of their rows."""
-        attention_checks.check_arrays(self.op, query, key, value)
-        places = attention_checks.places_of(self.op, query, key, query_ids, key_ids)
-        return attention_checks.spec_of(self.op, query, *self.logits), places
+    def parts(self, op: str) -> dict[str, Any]:
+        """How an op runs that is a part of this one."""
+        return self.how | {"config": _config.part_of(self.how["config"], op)}
+
+    def of(
+        self, query: Any, key: Any, value: Any, query_ids: Any, key_ids: Any
+    ) -> tuple[tuple[Any, Any, Any], Any, Any]:
+        """The arrays, what is asked of them, and the places of their rows."""
+        arrays = attention_checks.arrays_of(self.op, query=query, key=key, value=value)
+        places = attention_checks.places_of(self.op, *arrays[:2], query_ids, key_ids)
+        return arrays, attention_checks.spec_of(self.op, arrays[0], *self.logits), places
 
 
 def _ring(

@@ -74,11 +74,12 @@ def test_values_and_gradients(case):
 
 
 def test_keys_block_by_block(monkeypatch):
-    """Two whole blocks and some keys left over."""
-    arguments = {"is_causal": True, "logits_soft_cap": 2}
-    arguments["ids"] = ids(2, 6), ids(2, 11, seed=1)
+    """Two whole blocks and some keys left over, with larger and larger logits, then smaller."""
+    arguments = {"is_causal": True, "ids": (ids(2, 11), ids(2, 11, count=3))}
+    (query, key, value), f, logits = given({"rows": 11, "keys": 11}, arguments)
     monkeypatch.setattr(reference, "BLOCK", 4)
-    check(*given({"rows": 6, "keys": 11}, arguments))
+    key *= jnp.asarray([1.0, 2, 3, 3, 2])[jnp.arange(11) // 2 % 5][None, :, None, None]
+    check((query, key, value), f, logits)
 
 
 def test_long_sequences_have_no_square(lowered):
@@ -127,6 +128,16 @@ def test_double_precision():
         check_close(got, in_double(*xs, mask(5, 7)), 1e-13)
 
 
+def test_operands_of_numpy():
+    """In the widest dtypes, which JAX has not unless it is told to."""
+    xs = [np.asarray(x, np.float64) for x in operands(rows=7)]
+    segments = ids(2, 7).astype("int64")
+    got = pair(*xs, query_segment_ids=segments, key_value_segment_ids=segments.astype("int32"))
+    assert [x.dtype for x in got] == ["float32", "float32"]
+    logits = logits_of(xs, segments, segments)
+    check_close(got, in_double(*xs, **logits))
+
+
 def test_rows_that_see_nothing():
     """Zero with zero gradients of both orders, whatever is done with them later."""
     xs = operands(rows=4, keys=3)
@@ -137,7 +148,7 @@ def test_rows_that_see_nothing():
 
     def careless(*xs):
         out, lse = f(*xs)
-        return jnp.sum(out[:, 1] * lse[:, 1, :, None]) + jnp.sum(lse[:, 3] ** 2)
+        return jnp.sum(out[:, 1] * lse[:, 1, :, None]) + jnp.sum(lse[:, 3] ** 2) - lse[0, 1, 0] ** 2
 
     (out, lse), twice, bad = jax.jit(
         lambda *xs: (f(*xs), second(f)(*xs), jax.grad(careless, (0, 1, 2))(*xs))
@@ -432,6 +443,16 @@ def test_scale_that_is_traced():
     with pytest.raises(TypeError, match=r"scale must be a number that is known here, got .*Tracer"):
         jax.jit(lambda scale: pk.attention(Q, K, K, scale=scale))(1.0)
     assert pk.attention(Q, K, K, scale=np.float32(2), logits_soft_cap=jnp.float32(3)).shape
+
+
+def test_sums_that_are_not_done(mesh_of):
+    def f(query):
+        query = jax.lax.pcast(query, "x", to="unreduced")
+        return pk.attention(query, K, K)
+
+    mapped = jax.shard_map(f, mesh=mesh_of(x=2), in_specs=P(None, "x"), out_specs=P())
+    with pytest.raises(NotImplementedError, match=r"attention: query is typed as unreduced over"):
+        jax.eval_shape(mapped, Q)
 
 
 def test_types_that_name_mesh_axes():

@@ -55,9 +55,10 @@ def python_examples(page: str) -> list[str]:
 
 
 # Pages whose examples are programs.
+WITH_EXAMPLES = ("README.md", "docs/tensor_parallel.md", "docs/attention.md")
 PROGRAMS = [
     pytest.param(code, id=f"{page}-{i}")
-    for page in ("README.md", "docs/tensor_parallel.md")
+    for page in WITH_EXAMPLES
     for i, code in enumerate(python_examples(page))
 ]
 
@@ -73,7 +74,7 @@ def test_example_runs(code, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/tensor_parallel.md"])
+@pytest.mark.parametrize("page", WITH_EXAMPLES)
 def test_page_has_an_example(page):
     assert python_examples(page)
 

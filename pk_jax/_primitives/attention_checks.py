@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from pk_jax import _compat
 from pk_jax._primitives import checks, matmul, product_checks
 from pk_jax._reference.attention import Places, Spec
 
@@ -20,18 +21,18 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 MOST_POSITIONS = 2**31 - 1
 
 
-def check_arrays(op: str, query: Any, key: Any, value: Any) -> None:
-    """Raises unless query, key and value are arrays of one dtype whose shapes fit."""
-    arrays = {"query": query, "key": key, "value": value}
-    for name, x in arrays.items():
+def arrays_of(op: str, **operands: Any) -> tuple[Any, Any, Any]:
+    """Query, key and value as arrays of JAX, of one dtype and with shapes that fit."""
+    for name, x in operands.items():
         product_checks.check_operand(op, name, x)
-    dtypes = [jax.dtypes.canonicalize_dtype(x.dtype) for x in arrays.values()]
+    query, key, value = arrays = tuple(map(jnp.asarray, operands.values()))
+    dtypes = [x.dtype for x in arrays]
     if len(set(dtypes)) > 1 or dtypes[0].name not in DTYPES:
         raise TypeError(
             f"{op}: query, key and value must have one dtype, of {DTYPES}, got "
             f"{', '.join(dtype.name for dtype in dtypes)}; convert them"
         )
-    shapes = [x.shape for x in arrays.values()]
+    shapes = [x.shape for x in arrays]
     if any(len(shape) != 4 for shape in shapes):
         raise ValueError(
             f"{op}: query must be [B, T, N, D], key [B, S, K, D] and value [B, S, K, Dv], got "
@@ -58,7 +59,9 @@ def check_arrays(op: str, query: Any, key: Any, value: Any) -> None:
             f"{op}: the heads of query, {heads} of shape {shapes[0]}, must be a multiple of those "
             f"of key and value, {rows[2]} of {shapes[1]}; repeat the heads of one of them"
         )
-    checks.check_no_explicit_axes(op, *arrays.values())
+    checks.check_no_explicit_axes(op, *arrays)
+    product_checks.check_states(op, [*_compat.bound_axes()], "attention", **operands)
+    return query, key, value
 
 
 def spec_of(
@@ -105,11 +108,11 @@ def places_of(op: str, query: Any, key: Any, query_ids: Any, key_ids: Any) -> Pl
                 f"{op}: {name} must be {list(rows.shape[:2])}, an id for each row of {of} "
                 f"{rows.shape}, got shape {x.shape}; broadcast or slice it"
             )
-    dtypes = [x.dtype for x in ids.values()]
-    if dtypes[0] != dtypes[1]:
+    query_ids, key_ids = map(jnp.asarray, ids.values())
+    if query_ids.dtype != key_ids.dtype:
         raise TypeError(
             f"{op}: query_segment_ids and key_value_segment_ids must have one dtype, got "
-            f"{dtypes[0]} and {dtypes[1]}; convert them to int32"
+            f"{query_ids.dtype} and {key_ids.dtype}; convert them to int32"
         )
     return Places(query_segments=query_ids, key_segments=key_ids)
 

@@ -274,7 +274,9 @@ def equal_over(y: Any, axes: Sequence[Any]) -> list[Any]:
     return [axis for axis in axes if axis not in varying and checks.bound_size([axis]) > 1]
 
 
-def check_states(op: str, axes: Sequence[Any], **operands: Any) -> None:
+def check_states(
+    op: str, axes: Sequence[Any], what: str = "product with a collective", **operands: Any
+) -> None:
     """Raises where an operand is typed as a sum that is not done, or as what has one to come."""
     for name, x in operands.items():
         for axis in axes:
@@ -283,8 +285,8 @@ def check_states(op: str, axes: Sequence[Any], **operands: Any) -> None:
                 remedy = f"jax.lax.pcast({name}, {axis!r}, to='varying')"
                 remedy = f"sum it by jax.lax.psum({name}, {axis!r})" if state[0] == "u" else remedy
                 raise NotImplementedError(
-                    f"{op}: {name} is typed as {state} over axis {axis!r}, which has no product "
-                    f"with a collective; {remedy} first"
+                    f"{op}: {name} is typed as {state} over axis {axis!r}, which has no {what}; "
+                    f"{remedy} first"
                 )
 
 

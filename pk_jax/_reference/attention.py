@@ -166,9 +166,8 @@ def attention(
         jnp.zeros((batch, length, heads, groups, value.shape[3]), rows.dtype),
     )
     (top, total, out), _ = rows.over_keys(step, carry)
-    empty = total == 0
-    total = jnp.where(empty, 1, total)
-    lse = jnp.where(empty, -jnp.inf, top + jnp.log(total))
+    total = jnp.where(total == 0, 1, total)
+    lse = top + jnp.log(total)
     return rows.merged(out / _rowwise(total)).astype(dtype), rows.merged(jnp.moveaxis(lse, 3, 1))
 
 
@@ -191,7 +190,7 @@ def tangent(
     ``out`` and ``lse`` are those of the row over all its keys, also where these are a part.
     """
     rows = _Rows(query, key, value, places, spec)
-    lse, _ = rows.of_rows(lse)
+    lse = rows.of_rows(lse)
     to_query = rows.split(to_query)
 
     def step(carry: Any, part: Any) -> Any:
@@ -231,9 +230,10 @@ def backward(
     The cotangent of a weight counts from that of its row's sum, ``sum(of_out * out) - of_lse``.
     """
     rows = _Rows(query, key, value, places, spec)
-    lse, empty = rows.of_rows(lse)
-    # What a row that saw nothing is multiplied with later may be infinite.
-    of_lse = jnp.where(empty, 0, rows.of_rows(of_lse)[0])
+    lse, of_lse = rows.of_rows(lse), rows.of_rows(of_lse)
+    # What comes back to a row that saw nothing may be infinite, having met its log-sum-exp.
+    empty = lse == -jnp.inf
+    of_lse = jnp.where(empty, 0, of_lse)
     of_out = jnp.where(_rowwise(empty), 0, rows.split(of_out))
     wide = (of_out.astype(rows.dtype), rows.split(out).astype(rows.dtype))
     origin = of_lse - jnp.moveaxis(jnp.sum(wide[0] * wide[1], -1), 1, 3)
@@ -281,11 +281,9 @@ class _Rows:
         """[B, T, K, G, ...] as [B, T, N, ...]."""
         return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], *x.shape[4:])
 
-    def of_rows(self, lse: Any) -> tuple[Any, Any]:
-        """[B, T, N] as [B, K, G, T], 0 where it is -inf, and where that is."""
-        lse = jnp.moveaxis(self.split(lse), 1, 3)
-        empty = lse == -jnp.inf
-        return jnp.where(empty, 0, lse), empty
+    def of_rows(self, lse: Any) -> Any:
+        """[B, T, N] as [B, K, G, T]."""
+        return jnp.moveaxis(self.split(lse), 1, 3)
 
     def dot(self, subscripts: str, a: Any, b: Any) -> Any:
         """A product in fp32, exact in its factors."""
@@ -351,6 +349,9 @@ def _rowwise(x: Any) -> Any:
 
 
 def _weights(logits: Any, seen: Any, lse: Any) -> Any:
-    """The weights of keys in rows whose log-sum-exp is known; 0, with its derivative, if unseen."""
+    """The weights of keys in rows whose log-sum-exp is known; 0, with its derivative, if unseen.
+
+    So where that is -inf, too, as nothing is seen there.
+    """
     logits = logits - lse[..., None]
     return jnp.exp(logits if seen is None else jnp.where(seen, logits, -jnp.inf))
