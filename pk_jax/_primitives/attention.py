@@ -26,7 +26,7 @@ from jax.interpreters import ad, batching, mlir
 
 from pk_jax import _compat, _selection
 from pk_jax._primitives import product_maps
-from pk_jax._primitives.rules import fall_back, of_transpose
+from pk_jax._primitives.rules import fall_back, is_zero, no_tangent, of_transpose
 from pk_jax._reference import attention as reference
 from pk_jax._reference.attention import Places
 from pk_jax.config import Config, resolve
@@ -75,10 +75,6 @@ def places_of(given: tuple[str, ...], operands: Any) -> Places:
     return Places(**dict(zip(given, operands, strict=True)))
 
 
-def _is_zero(tangent: Any) -> bool:
-    return type(tangent) is ad.Zero
-
-
 def _derived(family: Family, params: dict[str, Any], dtype: Any) -> dict[str, Any]:
     # Asking for "cuda", or for a knob, speaks of the op itself alone.
     return params | {
@@ -90,8 +86,8 @@ def _derived(family: Family, params: dict[str, Any], dtype: Any) -> dict[str, An
 
 def _jvp(primals: Any, tangents: Any, *, family: Family, bind: Any, **params: Any) -> Any:
     outs = family.forward.bind(*primals, **params)
-    if all(map(_is_zero, tangents[:3])):
-        return outs, [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outs]
+    if all(map(is_zero, tangents[:3])):
+        return outs, list(map(no_tangent, outs))
     changes = map(ad.instantiate_zeros, tangents[:3])
     derived = _derived(family, params, params["dtype"])
     operands = (*primals[:3], *outs, *changes, *primals[3:])
@@ -105,10 +101,10 @@ def _jvp_of_linear(
     fixed, linear, places = _parts(primals, params)
     changes, nonlinear_changes = tangents[NUM_FIXED : NUM_FIXED + len(linear)], tangents[:NUM_FIXED]
     rule = family.rules[1 if primitive is family.tangent else 2]
-    results: list[Any] = [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outs]
-    if not all(map(_is_zero, changes)):
+    results: list[Any] = list(map(no_tangent, outs))
+    if not all(map(is_zero, changes)):
         results = bind(primitive, *fixed, *map(ad.instantiate_zeros, changes), *places, **params)
-    if not all(map(_is_zero, nonlinear_changes)):
+    if not all(map(is_zero, nonlinear_changes)):
         _, more = jax.jvp(
             lambda *xs: list(rule(*xs, *linear, *places, **params)),
             tuple(fixed),
@@ -126,7 +122,7 @@ def _transpose(
     found: Any = [
         ad.Zero(x.aval.to_ct_aval()) if ad.is_undefined_primal(x) else None for x in linear
     ]
-    if not all(map(_is_zero, cotangents)):
+    if not all(map(is_zero, cotangents)):
         other = family.backward if primitive is family.tangent else family.tangent
         like = linear[0].aval if wanted[0] else jax.typeof(linear[0])
         cotangents = map(ad.instantiate_zeros, cotangents)
