@@ -229,7 +229,8 @@ def test(name: str, wheel: str, requirements: list[str]) -> Environment:
     today = datetime.date.today().isoformat()  # a range is resolved again on another day
     fresh = not all("==" in requirement for requirement in requirements)
     try:
-        tools = [*group("test"), *group("fuzz"), *group("modules")]
+        tools = [*group("test"), *group("fuzz")]
+        tools += group("modules") if fresh else []  # their examples, with the newest JAX alone
         environment.once(f"packages{today if fresh else ''}", [*requirements, *tools])
     except subprocess.CalledProcessError:
         sys.exit(f"Cannot install {' '.join(requirements)}: see pip's message above.")

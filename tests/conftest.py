@@ -45,6 +45,9 @@ if not REQUIRED_GPUS:
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "needs_gpus(n): runs on n GPUs, or is skipped")
+    config.addinivalue_line(
+        "markers", "without_jax: of models and files; no JAX makes a difference"
+    )
 
 
 def _num_gpus() -> int:

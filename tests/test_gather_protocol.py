@@ -16,6 +16,8 @@ import dataclasses
 
 import pytest
 
+pytestmark = pytest.mark.without_jax
+
 CALLS = 2
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from pk_jax._tuning import all_gather_matmul_model as model
 
+pytestmark = pytest.mark.without_jax
+
 # (rows of a rank, bytes of a row, matrices): whole tiles, odd ones, fewer rows than a tile has;
 # rows of one chunk, of whole ones and of others.
 PARTS = (

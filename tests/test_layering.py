@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.without_jax
+
 ROOT = Path(__file__).resolve().parents[1]
 if not (ROOT / "cuda").is_dir():
     pytest.skip("needs the checkout, not just the tests", allow_module_level=True)

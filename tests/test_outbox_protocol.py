@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 from barrier_models import Barrier, Fault, go_on
 
+pytestmark = pytest.mark.without_jax
+
 CALLS, CONSUMERS, STORERS = 2, 2, 2
 STAGES, SLOTS = 4, 4  # of the ring, of the bulletin
 PANELS, BUFFERS = 4, 2

@@ -13,6 +13,8 @@ import random
 import pytest
 from barrier_models import Barrier, Fault, go_on
 
+pytestmark = pytest.mark.without_jax
+
 STEPS, STAGES, WARPS = 40, 4, 4
 
 

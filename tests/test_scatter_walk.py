@@ -5,6 +5,8 @@ import random
 
 import pytest
 
+pytestmark = pytest.mark.without_jax
+
 RANKS = (2, 3, 4, 5, 8, 9, 16)
 
 

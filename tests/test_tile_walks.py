@@ -4,6 +4,8 @@ import random
 
 import pytest
 
+pytestmark = pytest.mark.without_jax
+
 SHAPES = [
     (rows, inner)
     for rows in (1, 2, 7, 1000)
