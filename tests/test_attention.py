@@ -293,8 +293,7 @@ def test_scan_and_remat():
     check_close(got, want)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_inside_shard_map(check_vma, mesh_of, monkeypatch):
+def test_inside_shard_map(mesh_of, monkeypatch):
     """Queries are each rank's own and keys the same on all, whose gradients are then sums."""
     monkeypatch.setattr(reference, "BLOCK", 4)
     query, key, value = operands(batch=1, rows=8)
@@ -305,7 +304,6 @@ def test_inside_shard_map(check_vma, mesh_of, monkeypatch):
             mesh=mesh_of(x=4),
             in_specs=(P(None, "x"), P(), P()),
             out_specs=P(None, "x"),
-            check_vma=check_vma,
         )
         return mapped(query, key, value)
 

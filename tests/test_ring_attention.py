@@ -144,12 +144,12 @@ def test_hops_of_use(layout):
         assert all(hops[0])
 
 
-@functools.cache
 def positions(layout, rank, length, ranks):
-    """Of the rows of a rank, by reordering those of all."""
-    whole = jnp.arange(length * ranks)
-    whole = pk.zigzag(whole, ranks, axis=0) if layout == "zigzag" else whole
-    return np.asarray(whole)[rank * length : (rank + 1) * length]
+    """Of the rows of a rank, by the definition of the layouts."""
+    pieces = np.split(np.arange(length * ranks), 2 * ranks if layout == "zigzag" else ranks)
+    return np.concatenate(
+        [pieces[rank], pieces[-1 - rank]] if layout == "zigzag" else [pieces[rank]]
+    )
 
 
 @pytest.mark.parametrize("layout, length", [("contiguous", 5), ("contiguous", 1), ("zigzag", 6)])
@@ -178,7 +178,7 @@ def test_merge():
 def test_zigzag():
     assert pk.zigzag(np.arange(12), 3, axis=0).tolist() == [0, 1, 10, 11, 2, 3, 8, 9, 4, 5, 6, 7]
     x = np.arange(2 * 8 * 3).reshape(2, 8, 3)
-    for ranks, axis in ((1, 1), (2, 1), (4, -2), (1, 0)):
+    for ranks, axis in ((2, 1), (4, -2), (1, 0)):
         there = pk.zigzag(x, ranks, axis)
         assert (there.shape, there.dtype) == (x.shape, jnp.int32)
         np.testing.assert_array_equal(pk.unzigzag(there, ranks, axis), x)

@@ -34,7 +34,6 @@ def with_ids(query, key, value, query_ids=None, key_ids=None, **arguments):
 ALL = {"is_causal": True, "local_window_size": (6, 1), "logits_soft_cap": 2.0}
 # Ranks, heads of the query and of the keys, what is asked for.
 CASES = {
-    "a head each": (2, 2, 2, {"scale": 0.5}),
     "several heads each": (2, 8, 4, ALL),
     "keys of two ranks": (4, 8, 2, {"is_causal": True}),
     "keys of all ranks": (3, 6, 1, ALL),
