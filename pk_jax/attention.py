@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pk_jax import config as _config
 from pk_jax._primitives import attention as _attention
@@ -263,7 +264,7 @@ def zigzag(x: Any, num_ranks: int, axis: int = 1) -> jax.Array:
     """
     axis, pieces = attention_checks.check_pieces("zigzag", x, num_ranks, axis)
     shape = (*x.shape[:axis], 2, num_ranks, x.shape[axis] // pieces, *x.shape[axis + 1 :])
-    first, second = jnp.moveaxis(jnp.reshape(x, shape), axis, 0)
+    first, second = _both(jnp.reshape(x, shape), axis)
     pairs = jnp.stack([first, jnp.flip(second, axis)], axis + 1)
     return pairs.reshape(x.shape)
 
@@ -272,9 +273,14 @@ def unzigzag(x: Any, num_ranks: int, axis: int = 1) -> jax.Array:
     """The order before :func:`zigzag`, whose arguments it has."""
     axis, pieces = attention_checks.check_pieces("unzigzag", x, num_ranks, axis)
     shape = (*x.shape[:axis], num_ranks, 2, x.shape[axis] // pieces, *x.shape[axis + 1 :])
-    first, second = jnp.moveaxis(jnp.reshape(x, shape), axis + 1, 0)
+    first, second = _both(jnp.reshape(x, shape), axis + 1)
     halves = jnp.stack([first, jnp.flip(second, axis)], axis)
     return halves.reshape(x.shape)
+
+
+def _both(x: jax.Array, axis: int) -> list[jax.Array]:
+    """The two slices along a dimension; unpacking an array takes a sharded one to the host."""
+    return [lax.index_in_dim(x, i, axis, keepdims=False) for i in range(2)]
 
 
 class _Asked:

@@ -276,7 +276,15 @@ def test_a_map_over_the_query_repeats_no_key(lowered):
     f = jax.vmap(pk.attention, (0, None, None))
     text = lowered(f, jnp.stack([query] * 3), key, value, platform="cpu")
     assert "tensor<6x7x2x8xf32>" not in text
-    assert jax.vmap(pk.attention, (0, None, None))(jnp.zeros((0, 2, 5, 4, 8)), key, value).size == 0
+
+
+def test_a_map_over_nothing():
+    """Over the query alone, where a map is more heads, and over all."""
+    query, key, value = operands()
+    none = [jnp.zeros((0, *x.shape)) for x in (query, key, value)]
+    assert jax.vmap(pk.attention, (0, None, None))(none[0], key, value).shape == (0, 2, 5, 4, 8)
+    found = jax.eval_shape(jax.vmap(gradients(pair)), *none)
+    assert [x.shape for x in found] == [x.shape for x in none]
 
 
 def test_scan_and_remat():

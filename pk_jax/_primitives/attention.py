@@ -153,7 +153,7 @@ def _batch(
     if not product_maps.maps_any(axis_data, dims, axes):
         outs = primitive.bind(*operands, **params)
         return outs, [None] * len(outs)
-    if axis_data.name in axes:
+    if product_maps.takes_parts(axis_data, axes, False, False):
         outs = product_maps.map_parts(rule, axis_data, operands, dims, params)
         return outs, [0] * len(outs)
     if primitive is family.forward and all(d is None for d in dims[1:]):
@@ -176,7 +176,7 @@ def _more_heads(query: Any, d: int, num_heads: int) -> Any:
 def _fewer_heads(out: Any, size: int, num_heads: int) -> Any:
     """The map in front again, of a result with its groups of heads."""
     batch, length, heads, *rest = out.shape
-    groups = heads // num_heads // max(size, 1)
+    groups = heads // num_heads // size
     out = out.reshape(batch, length, num_heads, size, groups, *rest)
     return jnp.moveaxis(out, 3, 0).reshape(size, batch, length, num_heads * groups, *rest)
 
