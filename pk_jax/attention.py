@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
 
 from pk_jax import config as _config
 from pk_jax._primitives import attention as _attention
@@ -263,24 +263,27 @@ def zigzag(x: Any, num_ranks: int, axis: int = 1) -> jax.Array:
         [0, 1, 6, 7, 2, 3, 4, 5]
     """
     axis, pieces = attention_checks.check_pieces("zigzag", x, num_ranks, axis)
-    shape = (*x.shape[:axis], 2, num_ranks, x.shape[axis] // pieces, *x.shape[axis + 1 :])
-    first, second = _both(jnp.reshape(x, shape), axis)
-    pairs = jnp.stack([first, jnp.flip(second, axis)], axis + 1)
-    return pairs.reshape(x.shape)
+    return _in_order(x, _zigzag_rows(x.shape[axis], pieces), axis)
 
 
 def unzigzag(x: Any, num_ranks: int, axis: int = 1) -> jax.Array:
     """The order before :func:`zigzag`, whose arguments it has."""
     axis, pieces = attention_checks.check_pieces("unzigzag", x, num_ranks, axis)
-    shape = (*x.shape[:axis], num_ranks, 2, x.shape[axis] // pieces, *x.shape[axis + 1 :])
-    first, second = _both(jnp.reshape(x, shape), axis + 1)
-    halves = jnp.stack([first, jnp.flip(second, axis)], axis)
-    return halves.reshape(x.shape)
+    return _in_order(x, np.argsort(_zigzag_rows(x.shape[axis], pieces)), axis)
 
 
-def _both(x: jax.Array, axis: int) -> list[jax.Array]:
-    """The two slices along a dimension; unpacking an array takes a sharded one to the host."""
-    return [lax.index_in_dim(x, i, axis, keepdims=False) for i in range(2)]
+def _zigzag_rows(length: int, pieces: int) -> np.ndarray:
+    """The rows of a sequence in the order of zigzag."""
+    first, second = np.arange(length).reshape(2, pieces // 2, length // pieces)
+    return np.stack([first, second[::-1]], 1).reshape(-1)
+
+
+def _in_order(x: Any, rows: np.ndarray, axis: int) -> jax.Array:
+    """The rows of x in an order, lying on devices as x does where its type says so."""
+    x = jnp.asarray(x)
+    at = x.at[(slice(None),) * axis + (rows,)]
+    sharding = jax.typeof(x).sharding
+    return at.get(unique_indices=True, mode="promise_in_bounds", out_sharding=sharding)
 
 
 class _Asked:

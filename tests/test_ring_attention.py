@@ -26,6 +26,7 @@ from attention_models import (
     with_cotangents,
 )
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from transforms import primitives_in
 
@@ -183,6 +184,20 @@ def test_zigzag():
         assert (there.shape, there.dtype) == (x.shape, jnp.int32)
         np.testing.assert_array_equal(pk.unzigzag(there, ranks, axis), x)
     np.testing.assert_array_equal(pk.zigzag(x, 1), x)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_zigzag_of_what_lies_on_several_devices(kind):
+    """Stays there, and where its type names the mesh axis that is how the result lies."""
+    x = np.arange(2 * 8.0).reshape(2, 8).astype(np.float32)
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,))
+    cut = jax.device_put(x, NamedSharding(mesh, P(None, "x")))
+    for reorder in (pk.zigzag, pk.unzigzag):
+        y, pull = jax.vjp(lambda x, f=reorder: f(x, 4), cut)
+        np.testing.assert_array_equal(y, reorder(x, 4))
+        np.testing.assert_array_equal(pull(y)[0], x)
+        assert len(y.sharding.device_set) == 4
+        assert kind is AxisType.Auto or jax.typeof(y) == jax.typeof(cut)
 
 
 # What is sent, and where.
