@@ -45,12 +45,7 @@ COLLECTIVE_PRODUCTS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all
 ATTENTION = ("attention", "ring_attention", "ulysses_attention")
 
 # What no library may call its op: ops and custom calls of pk_jax.
-FURTHER_CALLS = (
-    "attention_backward",
-    "matmul_reduce_scatter_few_rows",
-    "matmul_all_reduce_few_rows",
-    "noop",
-)
+FURTHER_CALLS = ("matmul_reduce_scatter_few_rows", "matmul_all_reduce_few_rows", "noop")
 TAKEN = frozenset((*OPS, *PRODUCTS, *COLLECTIVE_PRODUCTS, *ATTENTION, *FURTHER_CALLS))
 
 # The ops that are another's custom call.

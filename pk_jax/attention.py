@@ -82,10 +82,11 @@ def attention(
         ((1, 8, 4, 16), [3.0, 1.0, 2.0])
     """
     op = "attention"
+    return_residual = checks.check_flag(op, "return_residual", return_residual)
     asked = _Asked(op, scale, is_causal, local_window_size, logits_soft_cap, implementation, config)
     arrays, spec, places = asked.of(query, key, value, query_segment_ids, key_value_segment_ids)
     outs = _attention.attention(*arrays, places, spec=spec, **asked.how)
-    return _results(op, outs, return_residual)
+    return tuple(outs) if return_residual else outs[0]
 
 
 def ring_attention(
@@ -158,11 +159,12 @@ def ring_attention(
         >>> y = pk.unzigzag(f(*(pk.zigzag(x, 4) for x in (q, k, v))), 4)
     """
     op = "ring_attention"
+    return_residual = checks.check_flag(op, "return_residual", return_residual)
     asked = _Asked(op, scale, is_causal, local_window_size, logits_soft_cap, implementation, config)
     axes = checks.check_axes(op, axis_name)
     arrays, spec, places = asked.of(query, key, value, query_segment_ids, key_value_segment_ids)
     outs = _ring(op, *arrays, places, axes, spec, layout, **asked.how)
-    return _results(op, outs, return_residual)
+    return tuple(outs) if return_residual else outs[0]
 
 
 def ulysses_attention(
@@ -228,6 +230,7 @@ def ulysses_attention(
         ...     return pk.ulysses_attention(q, k, v, "sp", is_causal=True)
     """
     op = "ulysses_attention"
+    return_residual = checks.check_flag(op, "return_residual", return_residual)
     asked = _Asked(op, scale, is_causal, local_window_size, logits_soft_cap, implementation, config)
     axes = checks.check_axes(op, axis_name)
     arrays, spec, places = asked.of(query, key, value, query_segment_ids, key_value_segment_ids)
@@ -241,7 +244,9 @@ def ulysses_attention(
         outs = _ring(op, query, key, value, places, ring, spec, layout, **how)
     else:
         outs = _attention.attention(query, key, value, places, spec=spec, **how)
-    return _results(op, map(exchange.heads_of_rows, outs), return_residual)
+    out, *residual = outs if return_residual else outs[:1]
+    out, *residual = map(exchange.heads_of_rows, (out, *residual))
+    return (out, *residual) if return_residual else out
 
 
 def zigzag(x: Any, num_ranks: int, axis: int = 1) -> jax.Array:
@@ -336,8 +341,3 @@ def _ring(
     return _ring_attention.ring_attention(
         query, key, value, places, axes, spec=spec, layout=layout, **how
     )
-
-
-def _results(op: str, outs: Any, return_residual: Any) -> Any:
-    out, lse = outs
-    return (out, lse) if checks.check_flag(op, "return_residual", return_residual) else out

@@ -44,7 +44,7 @@ def in_double(query, key, value, seen, scale=None, cap=None, cotangents=None):
     """
     query, key, value = (np.asarray(x).astype(np.float64) for x in (query, key, value))
     batch, rows, heads, width = query.shape
-    scale = scale or width**-0.5
+    scale = width**-0.5 if scale is None else scale
     out = np.zeros((batch, rows, heads, value.shape[3]))
     lse = np.full((batch, rows, heads), -np.inf)
     found = [np.zeros_like(x) for x in (query, key, value)]
@@ -87,7 +87,8 @@ def direct(query, key, value, seen, scale=None, cap=None):
     """The op as it is written down, heads repeated, for JAX to derive as often as it likes."""
     groups = query.shape[2] // key.shape[2]
     key, value = (jnp.repeat(x, groups, 2) for x in (key, value))
-    logits = jnp.einsum("btnd,bsnd->bnts", query, key) * (scale or query.shape[3] ** -0.5)
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    logits = jnp.einsum("btnd,bsnd->bnts", query, key) * scale
     logits = logits if cap is None else cap * jnp.tanh(logits / cap)
     seen = jnp.asarray(seen)[:, None]
     some = seen.any(-1, keepdims=True)

@@ -39,11 +39,11 @@ pair = functools.partial(pk.attention, return_residual=True)
 
 # Sizes, and what is asked for.
 CASES = {
-    "one key head": ({"kv_heads": 1, "value_width": 3}, {"scale": 0.7}),
+    "one key head": ({"kv_heads": 1, "value_width": 3}, {"scale": -0.7}),
     "a key head each": ({"heads": 3, "kv_heads": 3, "rows": 1}, {"logits_soft_cap": 1.5}),
     "causal, rows past the keys": ({"rows": 9}, {"is_causal": True}),
     "causal, keys past the rows": ({"keys": 13}, {"is_causal": True, "logits_soft_cap": 2}),
-    "window": ({"rows": 8}, {"local_window_size": (1, 3), "scale": 1}),
+    "window": ({"rows": 8}, {"local_window_size": (1, 3), "scale": 0}),
     "window past the keys": ({"rows": 12, "keys": 3}, {"local_window_size": 2**40}),
     "all": (
         {"rows": 9, "heads": 6, "value_width": 5},
@@ -427,6 +427,9 @@ BAD = {
         TypeError,
         "scale must be .*; multiply the query",
     ),
+    "complex scale": ((Q, K, K), {"scale": np.complex64(1j)}, TypeError, "scale must be a number"),
+    "true scale": ((Q, K, K), {"scale": jnp.array(True)}, TypeError, "scale must be a number"),
+    "huge scale": ((Q, K, K), {"scale": 10**400}, ValueError, "scale must be finite, got inf"),
     "flag": (
         (Q, K, K),
         {"is_causal": "yes"},

@@ -145,12 +145,7 @@ REFUSALS = {
         ValueError,
         "layout='zigzag' is that of a ring, and there",
     ),
-    "no such layout": (
-        {},
-        {"ring_axis_name": "y", "layout": "z"},
-        ValueError,
-        "layout must be one",
-    ),
+    "no such layout": ({}, {"layout": "z"}, ValueError, "layout must be one"),
     "axis": ({}, {"axis_name": "z"}, NameError, "axis 'z' is not in the mesh"),
     "ring axis": ({}, {"ring_axis_name": "z"}, NameError, "axis 'z' is not in the mesh"),
     "knob": ({}, {"config": pk.Config(tile=(64, 64))}, ValueError, "its knobs are mechanism"),

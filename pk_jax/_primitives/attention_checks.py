@@ -80,7 +80,7 @@ def spec_of(
             raise ValueError(
                 f"{op}: logits_soft_cap must be positive and finite, got {cap}; None is no cap"
             )
-    scale = _number(op, "scale", scale, "multiply the query by an array")
+    scale = _number(op, "scale", scale, "multiply the query by it, and give scale=1.0")
     if not math.isfinite(scale):
         raise ValueError(f"{op}: scale must be finite, got {scale}; None is 1 / sqrt(D)")
     return Spec(scale, cap, left, right, matmul.precision_of_call())
@@ -117,10 +117,14 @@ def places_of(op: str, query: Any, key: Any, query_ids: Any, key_ids: Any) -> Pl
     return Places(query_segments=query_ids, key_segments=key_ids)
 
 
-def check_layout(op: str, layout: Any, query: Any, key: Any, num_ranks: int) -> str:
-    """The layout of the ranks' rows, which can have it."""
+def _check_known(op: str, layout: Any) -> None:
     if layout not in LAYOUTS:
         raise ValueError(f"{op}: layout must be one of {LAYOUTS}, got {layout!r}")
+
+
+def check_layout(op: str, layout: Any, query: Any, key: Any, num_ranks: int) -> str:
+    """The layout of the ranks' rows, which can have it."""
+    _check_known(op, layout)
     for name, x in (("query", query), ("key", key)):
         length = x.shape[1]
         if layout == "zigzag" and length % 2:
@@ -161,6 +165,7 @@ def check_exchange(
             f"{op}: axis_name {axes} and ring_axis_name {ring} share {both}; heads are exchanged "
             "over one axis, and keys go round another"
         )
+    _check_known(op, layout)
     if layout != LAYOUTS[0] and not ring:
         raise ValueError(
             f"{op}: layout={layout!r} is that of a ring, and there is no ring_axis_name; each rank "
@@ -209,14 +214,18 @@ def _window(op: str, size: Any) -> tuple[int | None, int | None]:
 
 def _number(op: str, name: str, value: Any, remedy: str) -> float:
     """A number as a float; what is traced, and so no part of the program, is none."""
-    scalar = isinstance(value, (np.ndarray, jax.Array)) and value.shape == ()
-    if isinstance(value, (bool, Tracer)) or not (
-        scalar or isinstance(value, (int, float, np.number))
-    ):
+    real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if isinstance(value, (np.ndarray, np.generic, jax.Array)) and not isinstance(value, Tracer):
+        kinds = (jnp.integer, jnp.floating)
+        real = value.shape == () and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+    if not real:
         raise TypeError(
             f"{op}: {name} must be a number that is known here, got {value!r}; {remedy}"
         )
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def _list(shapes: list[tuple[int, ...]]) -> str:
