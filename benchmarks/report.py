@@ -24,6 +24,7 @@ from pk_jax._tuning.collective_cases import COLLECTIVES, PREFIXES, CollectiveCas
 
 PAGES = ("README.md", "docs/benchmarks.md")
 PRODUCTS = ("matmul", "ragged_dot")
+ATTENTION = ("attention",)
 IMAGE = "docs/images/collectives.png"
 Rows = dict[tuple[str, int, int], records.Record]
 
@@ -236,12 +237,38 @@ def products(rows: Rows) -> str:
     )
 
 
+def attention(rows: Rows) -> str:
+    """A row for every shape of attention, against cuDNN's and XLA's own."""
+    found = [row for row in rows.values() if row.op in ATTENTION and row.median_us]
+    if not found:
+        return ""
+    lines = [
+        "| attention | pk, us | TFLOP/s | cuDNN, us | XLA, us | speed-up over cuDNN |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in found:
+        speedup = f"{row.speedup:.2f}x" if row.speedup else ""
+        others = (number(row.baselines.get(name)) for name in ("cudnn", "xla"))
+        cells = (row.id, number(row.median_us), number(row.tflops), *others)
+        lines.append(f"| {' | '.join((*cells, speedup))} |")
+    newest = max(found, key=lambda row: row.date or "")
+    commits = ", ".join(sorted({(row.commit or "unknown")[:7] for row in found}))
+    about = (
+        f"{newest.gpu}, driver {newest.driver}, CUDA {newest.cuda}, jax {newest.jax}, commit "
+        f"{commits}, {(newest.date or '')[:10]}: `python benchmarks/run.py --op attention`. "
+        "Medians, random bfloat16, all in one run. TFLOP/s of the products that are needed, half "
+        "of them under a causal mask."
+    )
+    return "\n".join([*lines, "", about])
+
+
 SECTIONS: dict[str, Callable[[Rows], str]] = {
     "collectives": collectives,
     "targets": targets,
     "layouts": layouts,
     "mixed": mixed,
     "products": products,
+    "attention": attention,
     "fused": fused,
     "blocks": blocks,
 }
@@ -279,7 +306,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     rows = rows_of(box, (*PREFIXES, "mixed"))
     shown = dict(rows)
-    for ops in (PRODUCTS, (*FUSED, BLOCK)):
+    for ops in (PRODUCTS, ATTENTION, (*FUSED, BLOCK)):
         shown |= rows_of(newest_box(args.results, ops), ops)
     differ = False
     for page in [args.root / name for name in PAGES]:

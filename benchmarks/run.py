@@ -7,6 +7,7 @@
     python benchmarks/run.py --op mixed                        # beside a GEMM and NCCL in one jit
     python benchmarks/run.py --op matmul --cases plain         # each plan against XLA, one GPU
     python benchmarks/run.py --op ragged_dot                   # the same, by groups of rows
+    python benchmarks/run.py --op attention --cases gradient   # against cuDNN's, one GPU
     python benchmarks/run.py --op collective_matmul            # the four of FUSED, every baseline
     python benchmarks/run.py --op all_gather_matmul --plans    # each tile and number of SMs, too
     python benchmarks/run.py --op tensor_parallel_mlp          # a block of a network, its gradients
@@ -45,7 +46,7 @@ COLLECTIVES = (
     "ragged_all_to_all",
 )
 ALL_COLLECTIVES = "collectives"
-PRODUCTS = ("matmul", "ragged_dot")  # of one device, whatever the machine has
+ONE_DEVICE = ("matmul", "ragged_dot", "attention")  # whatever the machine has
 FUSED = (
     "all_gather_matmul",
     "matmul_reduce_scatter",
@@ -53,7 +54,7 @@ FUSED = (
     "tensor_parallel_mlp",
 )
 ALL_FUSED = "collective_matmul"
-SPECIAL = ("host_cost", "first_use", "mixed", *PRODUCTS, *FUSED, ALL_FUSED)
+SPECIAL = ("host_cost", "first_use", "mixed", *ONE_DEVICE, *FUSED, ALL_FUSED)
 FIRST_USE_ORDERS = ("lax", "lax+pk", "pk")
 # A sample is many calls: 20 of them hold at least 160.
 MIN_SAMPLES = 20
@@ -132,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     launch.join(args.job_address, args.job_size or 1, args.job_rank or 0, args.devices_per_process)
     try:
-        if num_devices() < 2 and args.op[0] not in PRODUCTS:
+        if num_devices() < 2 and args.op[0] not in ONE_DEVICE:
             raise NotImplementedError(f"it needs two devices or more, found {num_devices()}")
         if args.mixed_op:
             return mixed_child(args)
@@ -203,23 +204,27 @@ def results_of(args: argparse.Namespace) -> Iterator[tuple[Any, list[str]]]:
     )
     if args.op == ["host_cost"]:
         return calls.host_cost(mesh, method, stamp)
-    if args.op[0] in PRODUCTS:
-        return product_results(args.op[0], args.cases, method, stamp)
+    if args.op[0] in ONE_DEVICE:
+        return one_device_results(args.op[0], args.cases, method, stamp)
     if args.op[0] in (*FUSED, ALL_FUSED):
         ops = FUSED if args.op == [ALL_FUSED] else args.op
         return fused_results(ops, mesh, args.cases, method, stamp)
     return harness.run(mesh, select(args.op, args.cases, args.quick), method, stamp)
 
 
-def product_results(
+def one_device_results(
     op: str, words: Sequence[str] | None, method: Any, stamp: Any
 ) -> Iterator[tuple[Any, list[str]]]:
-    """Yields the records of matrix products."""
+    """Yields the records of matrix products, or of attention."""
+    import attention
     import grouped
     import products
 
+    from pk_jax._tuning.attention_cases import ATTENTIONS
     from pk_jax._tuning.matmul_cases import GROUPED, MATMULS
 
+    if op == "attention":
+        return attention.run(matching(ATTENTIONS, words), method, stamp)
     ops = {"matmul": (products.MATMUL, MATMULS), "ragged_dot": (grouped.RAGGED_DOT, GROUPED)}
     kind, cases = ops[op]
     return products.run(matching(cases, words), method, stamp, kind)
@@ -270,7 +275,7 @@ def output_root(args: argparse.Namespace) -> pathlib.Path | None:
     device = jax.devices()[0]
     if args.out is None and (device.platform != "gpu" or args.samples < MIN_SAMPLES):
         return None
-    count = 1 if args.op[0] in PRODUCTS else jax.device_count()
+    count = 1 if args.op[0] in ONE_DEVICE else jax.device_count()
     box = records.box_name(device.device_kind, device.platform, count)
     return (args.out or checkout.RESULTS) / box
 

@@ -19,6 +19,8 @@
 #include <tuple>
 #include <vector>
 
+#include "ffi/attention.h"
+#include "ffi/attention_backward.h"
 #include "ffi/call_site.h"
 #include "ffi/collectives.h"
 #include "ffi/custom_op_loader.h"
@@ -34,6 +36,7 @@
 #include "runtime/error_log.h"
 #include "runtime/process.h"
 #include "runtime/topology.h"
+#include "schedule/attention_walk.h"
 #include "schedule/matmul_walk.h"
 #include "schedule/scatter_walk.h"
 #include "schedule/strip_layout.h"
@@ -89,6 +92,14 @@ nb::dict handlers() {
   ragged_dot["initialize"] = handler(pk::pk_ragged_dot_initialize);
   ragged_dot["execute"] = handler(pk::pk_ragged_dot_execute);
   all["pk_jax_ragged_dot"] = ragged_dot;
+  nb::dict attention;
+  attention["initialize"] = handler(pk::pk_attention_initialize);
+  attention["execute"] = handler(pk::pk_attention_execute);
+  all["pk_jax_attention"] = attention;
+  nb::dict attention_backward;
+  attention_backward["initialize"] = handler(pk::pk_attention_backward_initialize);
+  attention_backward["execute"] = handler(pk::pk_attention_backward_execute);
+  all["pk_jax_attention_backward"] = attention_backward;
   nb::dict noop;
   noop["execute"] = handler(pk::pk_noop_execute);
   all["pk_jax_noop"] = noop;
@@ -257,6 +268,16 @@ std::vector<std::vector<std::array<int, 4>>> scattered_tiles(const pk::ScatterWa
   return out;
 }
 
+// (head, tile of its rows) of each tile, in order.
+std::vector<std::array<int, 2>> tiles_of(const pk::AttentionWalk& walk) {
+  std::vector<std::array<int, 2>> out;
+  for (int number = 0; number < walk.num_tiles(); ++number) {
+    const pk::AttentionWalk::Tile tile = walk.tile(number);
+    out.push_back({tile.head, tile.row});
+  }
+  return out;
+}
+
 }  // namespace
 
 NB_MODULE(_ffi, m) {
@@ -306,6 +327,16 @@ NB_MODULE(_ffi, m) {
       nb::arg("split_tiles") = 0, nb::arg("split") = 1, nb::arg("band_rows") = 16,
       "The walk of a matrix product: (m, n, first step, end) of each block's parts, in its "
       "order.");
+  m.def(
+      "attention_walk",
+      [](int num_rows, int num_heads, int band_heads, bool from_last) {
+        const pk::AttentionWalk walk{num_rows, num_heads, band_heads, from_last};
+        if (!walk.is_valid()) throw nb::value_error("there is no such walk");
+        return tiles_of(walk);
+      },
+      nb::arg("num_rows"), nb::arg("num_heads"), nb::arg("band_heads"),
+      nb::arg("from_last") = false,
+      "The walk of attention: (head, tile of its rows) of each tile, in order.");
   m.def(
       "scatter_walk",
       [](int num_m, int num_n, int num_ranks, int rank, int num_blocks, int lead) {

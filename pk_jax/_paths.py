@@ -30,7 +30,7 @@ class Path(NamedTuple):
 def paths(devices: Sequence[Device] | None = None) -> list[Path]:
     """The path each op takes in a group of all the devices (this process's backend by default).
 
-    Collectives are asked for float32, products for bfloat16.
+    Collectives are asked for float32, products and attention for bfloat16.
     """
     devices = list(devices if devices is not None else jax.devices())
     rows = []
@@ -43,7 +43,7 @@ def paths(devices: Sequence[Device] | None = None) -> list[Path]:
         elif op in _selection.COLLECTIVE_PRODUCTS:
             decision = _of_collective_product(op, devices)
         elif op == "attention":
-            decision = Decision("reference", _selection.NO_ATTENTION)
+            decision = _of_attention(op, devices)
         elif op in _selection.ATTENTION:
             decision = Decision("unfused", _selection.NO_RING if "ring" in op else _ULYSSES)
         else:
@@ -65,6 +65,16 @@ def _of_product(op: str, devices: Sequence[Device]) -> Decision:
     return Decision("reference", _selection.SLOWER) if decision.path == "cuda" else decision
 
 
+def _of_attention(op: str, devices: Sequence[Device]) -> Decision:
+    alone = [[i] for i in range(len(devices))]
+    decisions = [
+        _selection.decide(name, jnp.dtype("bfloat16"), alone, devices)
+        for name in (op, _selection.ATTENTION_BACKWARD)
+    ]
+    refused = next((each for each in decisions if each.path != "cuda"), None)
+    return refused or Decision("cuda", _OF_HALVES)
+
+
 def _of_collective_product(op: str, devices: Sequence[Device]) -> Decision:
     if len(devices) == 1:
         return Decision("unfused", "one rank has nothing to gather or to sum")
@@ -83,4 +93,8 @@ _BY_TIME = (
     "the other, which take the paths of their own"
 )
 _PARTS = "the collective and the product take the paths of their own, one after the other"
+_OF_HALVES = (
+    "of float16 and bfloat16 and heads of up to 256, in the backward pass of up to 128; all else, "
+    "and tangents, are jax.lax"
+)
 _ULYSSES = "pk.all_to_all before and after attention on each device, on the paths of their own"

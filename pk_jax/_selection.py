@@ -43,9 +43,18 @@ _REDUCTIONS = (*_SUMS, "pmax", "pmin")
 PRODUCTS = ("matmul", "ragged_dot")
 COLLECTIVE_PRODUCTS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 ATTENTION = ("attention", "ring_attention", "ulysses_attention")
+ATTENTION_BACKWARD = "attention_backward"
+
+# The ops whose kernels are for halves (matmul has one for float8 as well).
+_OF_HALVES = (*PRODUCTS, *COLLECTIVE_PRODUCTS, ATTENTION[0], ATTENTION_BACKWARD)
 
 # What no library may call its op: ops and custom calls of pk_jax.
-FURTHER_CALLS = ("matmul_reduce_scatter_few_rows", "matmul_all_reduce_few_rows", "noop")
+FURTHER_CALLS = (
+    "matmul_reduce_scatter_few_rows",
+    "matmul_all_reduce_few_rows",
+    ATTENTION_BACKWARD,
+    "noop",
+)
 TAKEN = frozenset((*OPS, *PRODUCTS, *COLLECTIVE_PRODUCTS, *ATTENTION, *FURTHER_CALLS))
 
 # The ops that are another's custom call.
@@ -131,7 +140,7 @@ def why_not_dtype(dtype: Any, op: str | None = None) -> str | None:
         return f"dtype {dtype} is an extended dtype, and only plain elements are moved"
     if _compat.bits_per_element(dtype) < 8:
         return f"dtype {dtype} is smaller than a byte, and only whole bytes are moved"
-    if op in (*PRODUCTS, *COLLECTIVE_PRODUCTS):
+    if op in _OF_HALVES:
         if dtype.name in _HALVES or (op == "matmul" and dtype.name == FLOAT8):
             return None
         return f"dtype {dtype} has no CUDA {op}; the kernels multiply {_HALVES}"
@@ -190,7 +199,7 @@ def why_no_kernel(op: str, capabilities: Sequence[Capability]) -> str | None:
     for process in capabilities:
         if f"pk_jax_{_CALLS.get(op, op)}" not in process.handlers:
             where = f"process {process.index}: " if len(capabilities) > 1 else ""
-            if op in (*OPS, *PRODUCTS, *COLLECTIVE_PRODUCTS):
+            if op in (*OPS, *_OF_HALVES):
                 return f"{where}the extension library has no kernel for {op}; rebuild pk_jax"
             return (
                 f"{where}no library with a kernel for {op} was loaded; call pk_jax.load_ops() in "
@@ -257,7 +266,7 @@ def why_platform(op: str, *platforms: str) -> str:
 
 
 def why_too_long(op: str, size: int, most: int) -> str:
-    """What to say of a product with a dimension that the kernels do not count."""
+    """What to say of an op with a dimension that its kernels do not count."""
     return f"the kernels of {op} take dimensions of {most} at most, got {size}; split it"
 
 
@@ -299,13 +308,13 @@ SLOWER = (
     "the kernels are not as fast as XLA's product at every shape yet; implementation='cuda', or a "
     "tile, runs them"
 )
-NO_ATTENTION = (
-    "there is no kernel for attention yet; implementation=None runs it through jax.lax, a block of "
-    "keys at a time"
+NO_TANGENT = (
+    "the kernels of attention are its values and their cotangents, and tangents, as of jax.jvp, "
+    "are jax.lax"
 )
 NO_RING = (
-    "there is no kernel for it yet; implementation=None composes it of pk.ppermute and attention "
-    "on each device"
+    "there is no one kernel for a ring; implementation=None composes it of pk.ppermute and "
+    "attention on each device, on the paths of their own"
 )
 MAPPED = (
     "a map over all operands is one batched product, for which there are no kernels; jax.lax.map "

@@ -41,6 +41,11 @@ def attention(
     Gimelshein, arXiv:1805.02867), so that no array is [T, S]. A row that sees no key is 0, its
     residual is -inf and its gradients are 0.
 
+    On a Hopper GPU it is one kernel, for float16 and bfloat16, a positive scale and heads of up to
+    256 elements, and its backward pass another, for heads of up to 128; both pass over blocks of
+    keys that no row of a block sees. All else is ``jax.lax``; what they take in full is in
+    docs/attention.md. Same inputs give the same bits.
+
     The backward pass keeps query, key, value, the result and the residual, and makes the weights
     again. The residual has a gradient, unlike that of ``jax.nn``. There are derivatives of every
     order, and every ``jax.vmap``: over the query alone it is more heads, else a larger batch.
@@ -58,8 +63,9 @@ def attention(
         logits_soft_cap: logits become ``cap * tanh(logits / cap)``, after the scale and before the
             mask.
         return_residual: also return the log-sum-exp of the logits that each row sees.
-        implementation: "cuda" raises NotImplementedError, as there is no kernel yet; None and
-            "reference" are ``jax.lax``.
+        implementation: None is the kernel where it can be, "cuda" raises the reason if it cannot,
+            "reference" is ``jax.lax``. With the first two, derivatives take a kernel where there is
+            one.
         config: has no knobs yet.
 
     Returns:
@@ -70,7 +76,8 @@ def attention(
         TypeError: an operand is not an array, or dtypes differ or are not among these.
         ValueError: shapes that do not fit, a negative window, segment ids on one side alone, a cap
             that is not positive, or a knob.
-        NotImplementedError: arrays whose types name mesh axes.
+        NotImplementedError: arrays whose types name mesh axes; with implementation="cuda", what
+            the kernel does not take.
 
     Two documents in a row of eight tokens, neither of which sees the other::
 
@@ -112,7 +119,8 @@ def ring_attention(
     it meets the keys and values of all others, and merges what they give in fp32 by their
     log-sum-exps (Ring Attention, Liu et al., arXiv:2310.01889). A hop whose keys no rank sees is
     not made, as most are not under a short window; a rank that sees none of a hop's keys computes
-    nothing in it. No array is larger than a rank's part, but for the logits of some keys.
+    nothing in it, or by the kernel passes over them. No array is larger than a rank's part, but for
+    the logits of some keys.
 
     Under a causal mask and the contiguous layout the last rank has n times the work of the first.
     "zigzag" gives all the same: rank r has piece r and piece 2n - 1 - r of 2n, as is the practice
@@ -138,8 +146,9 @@ def ring_attention(
         logits_soft_cap: as in :func:`attention`.
         return_residual: also return the log-sum-exp over all keys.
         layout: "contiguous", rank r has rows r * T to (r + 1) * T - 1; or "zigzag".
-        implementation: "cuda" raises NotImplementedError, as there is no kernel yet. None composes
-            the ring of ``pk.ppermute`` and attention on each device, "reference" of ``jax.lax``.
+        implementation: None composes the ring of ``pk.ppermute`` and :func:`attention` on each
+            device, "reference" of ``jax.lax``; "cuda" raises NotImplementedError, as there is no
+            one kernel for it.
         config: the knobs of ``pk.ppermute``.
 
     Returns:
@@ -211,8 +220,9 @@ def ulysses_attention(
         return_residual: also return the log-sum-exp over all keys, of this rank's rows.
         ring_axis_name: the axis or axes of a :func:`ring_attention` between the two exchanges.
         layout: that of the ring, in its ranks; without one "contiguous".
-        implementation: "cuda" raises NotImplementedError, as there is no kernel for attention yet.
-            None is ``pk.all_to_all`` and attention on each device, "reference" is ``jax.lax``.
+        implementation: None is ``pk.all_to_all`` and :func:`attention` on each device, with the
+            kernels that there are; "cuda" raises the reason if one cannot be; "reference" is
+            ``jax.lax``.
         config: the knobs of ``pk.all_to_all``; the ring takes those that it has as well.
 
     Returns:

@@ -121,7 +121,7 @@ _KNOBS |= {
     | {"tile": (*matmul_model.SHAPES, few_rows_model.TILE)}  # the last is that of few rows
     for op in ("matmul_reduce_scatter", "matmul_all_reduce")
 }
-# Attention has no kernel as yet; around it are the collectives that it is composed of.
+# How attention runs follows from its sizes; around it are the collectives that it is composed of.
 _KNOBS |= {"attention": {}, "ring_attention": _KNOBS["ppermute"]}
 _KNOBS |= {"ulysses_attention": _KNOBS["all_to_all"]}
 _KNOBS["ragged_all_to_all"] = {"mechanism": ("register",), "num_comm_sms": _SMS}

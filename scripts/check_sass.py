@@ -32,7 +32,7 @@ from typing import NamedTuple
 from check_kernels import ENTRY, logs, readable
 
 STEP = 4  # kBlockK / kWgmmaK of cuda/tile/shared_tile.cuh
-# kMover, and kConsumer for two and for one, of cuda/schedule/roles.cuh
+# kMover, and kConsumer for two and for one, of cuda/schedule/roles.cuh; attention has others
 SETMAXREG = {"DEALLOC": (40,), "TRY_ALLOC": (232, 160)}
 TENSOR_COPIES = ("UTMALDG", "UTMASTG")
 FEW_ROWS = "few_rows"  # in the names of kernels that store results from registers

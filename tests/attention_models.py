@@ -71,6 +71,49 @@ def in_double(query, key, value, seen, scale=None, cap=None, cotangents=None):
     return (out, lse) if cotangents is None else ((out, lse), tuple(found))
 
 
+def dense(query, key, value, seen, scale=None, cap=None, cotangents=None):
+    """The same by whole matrices, for larger sizes: logits of all heads at once."""
+    query, key, value = (np.asarray(x).astype(np.float64) for x in (query, key, value))
+    (batch, rows, _, width), kv_heads = query.shape, key.shape[2]
+    scale = width**-0.5 if scale is None else scale
+
+    def by_head(x):
+        """[B, T, N, D] as [B, K, N / K, T, D]."""
+        x = x.reshape(*x.shape[:2], kv_heads, -1, x.shape[3])
+        return np.moveaxis(x, 1, 3)
+
+    def by_row(x):
+        x = np.moveaxis(x, 3, 1)
+        return x.reshape(*x.shape[:2], -1, x.shape[4])
+
+    query, key, value = map(by_head, (query, key, value))
+    seen = np.broadcast_to(seen, (batch, rows, key.shape[3]))[:, None, None]
+    logits = query @ key.swapaxes(3, 4) * scale
+    bent = np.tanh(logits / cap) if cap else None
+    logits = np.where(seen, cap * bent if cap else logits, -np.inf)
+    top = logits.max(-1, keepdims=True)
+    weights = np.exp(logits - np.where(top == -np.inf, 0, top))
+    total = weights.sum(-1, keepdims=True)
+    weights /= np.where(total == 0, 1, total)
+    lse = np.where(total == 0, -np.inf, top + np.log(np.where(total == 0, 1, total)))
+    outs = by_row(weights @ value), by_row(lse)[..., 0]
+    if cotangents is None:
+        return outs
+    of_out, of_lse = (np.asarray(x).astype(np.float64) for x in cotangents)
+    of_out, of_lse = by_head(of_out), by_head(of_lse[..., None])
+    of_lse = np.where(total == 0, 0, of_lse)
+    of_weights = of_out @ value.swapaxes(3, 4)
+    origin = (of_weights * weights).sum(-1, keepdims=True) - of_lse
+    of_logits = weights * (of_weights - origin) * scale
+    of_logits = of_logits * (1 - bent**2) if cap else of_logits
+    # Of the heads that share one of the keys, the sum.
+    of_key, of_value = (
+        (x.swapaxes(3, 4) @ y).sum(2, keepdims=True)
+        for x, y in ((of_logits, query), (weights, of_out))
+    )
+    return outs, tuple(map(by_row, (of_logits @ key, of_key, of_value)))
+
+
 def with_cotangents(f, *xs):
     """A result with its log-sum-exp, the cotangents of xs, and what these are from."""
 

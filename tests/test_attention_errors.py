@@ -17,11 +17,9 @@ from pk_jax import _selection
 pair = functools.partial(pk.attention, return_residual=True)
 
 
-def test_there_is_no_kernel_yet(lowered, caplog):
+def test_what_has_no_kernel(lowered, caplog):
     f = functools.partial(pk.attention, implementation="cuda")
-    with pytest.raises(
-        NotImplementedError, match=r"^attention: there is no kernel for attention yet"
-    ):
+    with pytest.raises(NotImplementedError, match=r"^attention: dtype float32 has no CUDA att"):
         lowered(f, *operands())
     with pytest.raises(NotImplementedError, match=r"^attention is lowered for platform 'cpu', and"):
         jax.jit(f)(*operands())
@@ -31,8 +29,9 @@ def test_there_is_no_kernel_yet(lowered, caplog):
         lowered(functools.partial(pk.attention, implementation="reference"), *operands())
     assert "pk_jax" not in text[0]
     assert [record.message for record in caplog.records] == [
-        "attention takes the reference: there is no kernel for attention yet; "
-        "implementation=None runs it through jax.lax, a block of keys at a time"
+        f"{op} takes the reference: dtype float32 has no CUDA {op}; the kernels multiply "
+        "('float16', 'bfloat16')"
+        for op in ("attention", "attention_backward")
     ]
 
 

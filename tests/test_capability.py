@@ -414,6 +414,13 @@ def test_paths_of_products_on_gpus(library):
     path, reason = path_of("matmul_all_reduce")
     assert path == "cuda" and "one kernel where" in reason
     assert path_of("matmul_all_reduce", (0,))[0] == "unfused"
+    assert path_of("attention")[0] == "reference"
+    library.handlers = lambda: dict.fromkeys(
+        [*HANDLERS, "pk_jax_attention", "pk_jax_attention_backward"]
+    )
+    _capability.renew()
+    assert path_of("attention")[0] == "cuda" and "heads of up to 256" in path_of("attention")[1]
+    assert path_of("ring_attention") == ("unfused", _selection.NO_RING)
 
 
 def test_ops_loaded_later_are_seen_in_a_run_of_one_process(library, monkeypatch):

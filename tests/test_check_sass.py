@@ -234,7 +234,9 @@ def test_a_build_folder_is_checked(tmp_path: Path, monkeypatch, capsys):
 def test_the_numbers_are_those_of_the_sources():
     roles = (ROOT / "cuda/schedule/roles.cuh").read_text()
     (mover,), (of_two, of_one) = check_sass.SETMAXREG.values()
-    assert f"kMover = {mover};" in roles
-    assert f"kConsumers == 2 ? {of_two} : {of_one};" in roles
+    assert f"int kMoverRegisters = {mover}>" in roles
+    assert f"kConsumer = kConsumers == 1 ? {of_one} : kLeft;" in roles
+    at_launch = 65536 // 384 // 8 * 8
+    assert (3 * at_launch - mover) // 2 // 8 * 8 == of_two
     tile = (ROOT / "cuda/tile/shared_tile.cuh").read_text()
     assert "kBlockK = 64;" in tile and "kWgmmaK = 16;" in tile and check_sass.STEP == 64 // 16

@@ -106,7 +106,7 @@ def test_plans():
         assert plan == ragged_dot_model.choose(5, 1, 132, (tile.rows, tile.cols))
 
 
-@pytest.mark.parametrize("op", ["matmul", "ragged_dot", "psum"])
+@pytest.mark.parametrize("op", ["matmul", "ragged_dot", "psum", "attention_backward"])
 def test_a_library_without_the_kernel(op):
     """It was built from other sources: nothing that could be loaded besides."""
     old = _capability.Capability(0, handlers=("pk_jax_all_gather",))

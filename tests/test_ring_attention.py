@@ -330,11 +330,11 @@ def test_scan_and_remat(mesh_of):
 # Implementations and refusals.
 
 
-def test_there_is_no_kernel_yet(mesh_of, can_run, lowered, caplog):
+def test_there_is_no_one_kernel(mesh_of, can_run, lowered, caplog):
     xs = operands(rows=4, keys=4)
     f = ring_of(mesh_of(x=2), implementation="cuda")
     with pytest.raises(
-        NotImplementedError, match=r"^ring_attention: there is no kernel for it yet"
+        NotImplementedError, match=r"^ring_attention: there is no one kernel for a ring"
     ):
         lowered(f, *xs)
     with pytest.raises(NotImplementedError, match=r"^ring_attention is lowered for platform 'cpu'"):

@@ -97,7 +97,8 @@ def test_exchanges(mesh_of, can_run, lowered, calls):
     xs = operands(rows=8, keys=8, kv_heads=1, value_width=5, dtype="bfloat16")
     f = on_whole(functools.partial(with_ids, config=pk.Config(num_comm_sms=3)), mesh_of(x=4))
     found = calls(lowered(f, *xs))
-    assert {call["op"] for call in found} == {"all_to_all"} and len(found) == 5
+    assert [call["op"] for call in found] == [*["all_to_all"] * 3, "attention", *["all_to_all"] * 2]
+    del found[3]
     assert {call["num_blocks"] for call in found} == {3}
     # Of the one head of the keys each rank is sent one copy, [2, 8, 1, 8].
     assert sorted(shape for call in found for shape in call["results"])[:3] == [
@@ -119,10 +120,12 @@ def test_exchanges(mesh_of, can_run, lowered, calls):
     assert [call["num_blocks"] for call in found] == [3, 3]
 
 
-def test_there_is_no_kernel_yet(mesh_of, can_run, lowered):
+def test_the_kernels_asked_for(mesh_of, can_run, lowered, calls):
     f = on_whole(functools.partial(with_ids, implementation="cuda"), mesh_of(x=2))
-    with pytest.raises(NotImplementedError, match=r"^attention: there is no kernel for attention"):
+    with pytest.raises(NotImplementedError, match=r"^attention: dtype float32 has no CUDA att"):
         lowered(f, *operands(rows=4, keys=4))
+    found = calls(lowered(f, *operands(rows=4, keys=4, dtype="bfloat16")))
+    assert {call["op"] for call in found} == {"all_to_all", "attention"}
 
 
 REFUSALS = {

@@ -2,8 +2,9 @@
 //
 //   warpgroups 0 .. kConsumers - 1   op.consume(warpgroup)   tensor cores, and the epilogue
 //   last warpgroup, warp 0           op.load()               global or peer memory -> shared
-//                   warp 1           op.communicate()        what goes between GPUs, if anything
-//                   warps 2 and 3    op.copy(0), op.copy(1)  shared -> global or peer, if not the
+//                   warp 1           op.communicate()        what goes between GPUs, or plans for
+//                   the loader warps 2 and 3    op.copy(0), op.copy(1)  shared -> global or peer,
+//                   if not the
 //                                                            consumers do that; or what else there
 //                                                            is to be copied
 //
@@ -24,7 +25,15 @@ __device__ __forceinline__ void sync_consumer(int consumer) {
   ptx::named_barrier_sync(1 + consumer, 128);
 }
 
-template <int kNumConsumers>
+// One warp: the next number, counted by all blocks from zero on.
+__device__ __forceinline__ int take_ticket(uint32_t* tickets) {
+  int number = 0;
+  if (threadIdx.x % 32 == 0) number = static_cast<int>(ptx::atom_add_relaxed_gpu(tickets, 1));
+  return __shfl_sync(0xFFFFFFFF, number, 0);
+}
+
+// kMoverRegisters: what each mover keeps.
+template <int kNumConsumers, int kMoverRegisters = 40>
 struct Roles {
   static constexpr int kConsumers = kNumConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
@@ -33,11 +42,30 @@ struct Roles {
   // half of the file.
   static constexpr int kMinBlocks = kConsumers == 1 ? 2 : 1;
   static constexpr int kAtLaunch = kRegisterFile / kMinBlocks / kThreads / 8 * 8;
-  static constexpr int kMover = 40;
-  // With 384 threads 232 is all there is; 240 would wait for ever for registers that do not exist.
-  static constexpr int kConsumer = kConsumers == 2 ? 232 : 160;
+  static constexpr int kMover = kMoverRegisters;
+  // All that is left: one step more would wait for ever for registers that do not exist. One
+  // consumer takes what it has a use for.
+  static constexpr int kLeft = ((kConsumers + 1) * kAtLaunch - kMover) / kConsumers / 8 * 8;
+  static constexpr int kConsumer = kConsumers == 1 ? 160 : kLeft;
   static_assert(kMover + kConsumers * kConsumer <= (kConsumers + 1) * kAtLaunch);
   static_assert(kMover <= kAtLaunch && kAtLaunch <= kConsumer);
+
+  // Consumers that issue their products in turns, 0 first: each takes its turn as often as the
+  // others. Barriers 1 .. kConsumers are those of sync_consumer().
+  static __device__ __forceinline__ void take_turn(int consumer) {
+    ptx::named_barrier_sync(1 + kConsumers + consumer, 256);
+  }
+  static __device__ __forceinline__ void pass_turn(int consumer) {
+    const int next = consumer + 1 == kConsumers ? 0 : consumer + 1;
+    ptx::named_barrier_arrive(1 + kConsumers + next, 256);
+  }
+  static __device__ __forceinline__ void begin_turns(int consumer) {
+    if (consumer == kConsumers - 1) pass_turn(consumer);
+  }
+  // Takes the turn that the last one passed to nobody.
+  static __device__ __forceinline__ void end_turns(int consumer) {
+    if (consumer == 0) take_turn(consumer);
+  }
 
   template <typename Op>
   static __device__ __forceinline__ void run(Op& op) {
@@ -52,9 +80,10 @@ struct Roles {
     }
     ptx::setmaxnreg_dec<kMover>();
     const int warp = warp_of_block % 4;
-    if (warp == 0) op.load();
+    // Each returns: the number of the warp is not kept in a register meanwhile.
+    if (warp == 0) return op.load();
     if constexpr (requires { op.communicate(); }) {
-      if (warp == 1) op.communicate();
+      if (warp == 1) return op.communicate();
     }
     if constexpr (requires { op.copy(0); }) {
       if (warp >= 2) op.copy(warp - 2);

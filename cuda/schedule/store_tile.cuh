@@ -98,6 +98,31 @@ struct Result {
   }
 };
 
+// One warp: its 16 rows of a consumer's tile, which begins at (row, col) of a matrix of the batch,
+// by way of so many panels of its own in turn. What is left to wait for are the last panels' reads.
+template <int kNumPanels, ptx::Type kType, int kCols>
+__device__ __forceinline__ void store_panels(ResultPanel (&panels)[kNumPanels],
+                                             const RoundedTile<kType, kCols>& tile,
+                                             const CUtensorMap* map, int batch, int row, int col) {
+  row += threadIdx.x % 128 / 32 * ResultPanel::kRows;
+  const auto store = [&]<int kIndex>(std::integral_constant<int, kIndex>) {
+    ResultPanel& panel = panels[kIndex % kNumPanels];
+    // The store before from this panel has read it.
+    if (ptx::elect_one()) ptx::cp_async_bulk_wait_group_read<kNumPanels - 1>();
+    __syncwarp();
+    tile.template write_panel<kIndex>(panel);
+    ptx::fence_proxy_async_shared();
+    __syncwarp();
+    if (ptx::elect_one()) {
+      panel.store(map, row, col + kIndex * kPanel, batch);
+      ptx::cp_async_bulk_commit_group();
+    }
+  };
+  [&]<int... kIndices>(std::integer_sequence<int, kIndices...>) {
+    (store(std::integral_constant<int, kIndices>{}), ...);
+  }(std::make_integer_sequence<int, kCols / kPanel>{});
+}
+
 // A consumer's finished tile on its way to global memory. Rounded, it waits in registers while the
 // tensor cores are at the next tile, and leaves a panel at a time between that one's steps: so the
 // store of a tile takes no time of its own, but for a block's last one. Each warp stores its own 16

@@ -4,7 +4,8 @@
 //   empty[s]  all consumers are done with stage s: arrived at by each, waited for by the producer
 //
 // The waits have no limit: what they wait for is this SM's own copies and warps, and never a peer.
-// Whoever waits for a peer does so before the copies are issued.
+// Whoever waits for a peer does so before the copies are issued. (In attention_backward.cuh they
+// wait for copiers that wait for other blocks of this GPU, too; it says why that ends.)
 //
 // Both sides walk the stages in order with a cursor of their own, across tiles, so neither side
 // ever resets anything.

@@ -1,5 +1,5 @@
-// One function per instruction. This file and ptx_tensor.cuh, with the instructions of tensor
-// kernels, are the only ones with inline assembly.
+// One function per instruction. This file and, with the instructions of tensor kernels,
+// ptx_tensor.cuh and ptx_wgmma.cuh are the only ones with inline assembly.
 //
 // Names follow the PTX mnemonic. Scopes and semantics are part of the name, so that a reader of a
 // kernel sees the memory order at the call site. `sys` reaches the GPUs at the other end of NVLink,
@@ -72,6 +72,16 @@ __device__ __forceinline__ uint32_t ld_relaxed_gpu(const uint32_t* address) {
   uint32_t value;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
   return value;
+}
+
+__device__ __forceinline__ uint32_t ld_acquire_gpu(const uint32_t* address) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void st_release_gpu(uint32_t* address, uint32_t value) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
 __device__ __forceinline__ uint32_t atom_add_relaxed_gpu(uint32_t* address, uint32_t value) {

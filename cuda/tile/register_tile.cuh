@@ -96,14 +96,17 @@ struct RoundedTile {
   // One warp: its 16 rows of columns kIndex * kPanel and on, into a panel of its own.
   template <int kIndex>
   __device__ __forceinline__ void write_panel(ResultPanel& to) const {
-    const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int j = 0; j < kPanel / 16; ++j) {
-      // Matrices of an stmatrix: rows 0-7 and 8-15 of 8 columns, then of the next 8.
-      const int first = kIndex * kPanel / 4 + j * 4;
-      ptx::stmatrix_x4(to.chunk(lane % 16, j * 16 + lane / 16 * 8), value[first], value[first + 1],
-                       value[first + 2], value[first + 3]);
-    }
+    for (int j = 0; j < kPanel / 16; ++j) write_columns(to, j, value + kIndex * kPanel / 4 + j * 4);
+  }
+
+  // Columns 16 j and on of a panel, from their four registers.
+  static __device__ __forceinline__ void write_columns(ResultPanel& to, int j,
+                                                       const uint32_t* four) {
+    const int lane = threadIdx.x % 32;
+    // Matrices of an stmatrix: rows 0-7 and 8-15 of 8 columns, then of the next 8.
+    ptx::stmatrix_x4(to.chunk(lane % 16, j * 16 + lane / 16 * 8), four[0], four[1], four[2],
+                     four[3]);
   }
 };
 

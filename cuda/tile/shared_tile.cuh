@@ -15,6 +15,7 @@
 #include <cstdint>
 
 #include "tile/ptx_tensor.cuh"
+#include "tile/ptx_wgmma.cuh"
 
 namespace pk {
 
@@ -25,6 +26,21 @@ inline constexpr int kWgmmaK = 16;          // one instruction's share of it
 
 // Which dimension of an operand is contiguous: k, or the other one (m of A, n of B).
 enum class Major : int { kK, kMn };
+
+// The descriptor of step `step` of kWgmmaK in panels of kRows rows that follow each other, the
+// first of them at `data`.
+template <Major kMajor, int kRows>
+__device__ __forceinline__ uint64_t panel_descriptor(const uint16_t* data, int step) {
+  // Between groups of 8 rows of a panel; between panels (with one panel, nobody reads it).
+  constexpr uint32_t kStride = kSwizzleBytes, kLeading = kPanel * kRows * 2;
+  constexpr uint32_t kSwizzle128 = 1;
+  // Addresses and distances count 16 bytes, in 14 bits; above those of an address is the block's
+  // rank in a cluster. A step's distance never carries into the next field.
+  constexpr uint32_t kStep = (kMajor == Major::kK ? kWgmmaK : kWgmmaK * kPanel) * 2 >> 4;
+  const uint32_t start = (ptx::shared_address(data) & 0x3FFFF) >> 4;
+  const uint32_t low = (start | (kLeading >> 4) << 16) + step * kStep;
+  return uint64_t{kStride >> 4 | kSwizzle128 << 30} << 32 | low;
+}
 
 // An operand tile: kExtent of m or n by kBlockK of k.
 template <int kExtent, Major kMajor>
@@ -54,17 +70,27 @@ struct alignas(kSwizzleBytes) OperandTile {
 
   // The descriptor of step `step` of kWgmmaK, from row or column `mn` on, a multiple of 64.
   __device__ __forceinline__ uint64_t descriptor(int mn, int step) const {
-    // Between groups of 8 rows of a panel; between panels (with one panel, nobody reads it).
-    constexpr uint32_t kStride = kSwizzleBytes, kLeading = kPanel * kBlockK * 2;
-    constexpr uint32_t kSwizzle128 = 1;
-    // Addresses and distances count 16 bytes, in 14 bits; above those of an address is the block's
-    // rank in a cluster. A step's distance never carries into the next field.
-    constexpr uint32_t kStep = (kMajor == Major::kK ? kWgmmaK : kWgmmaK * kPanel) * 2 >> 4;
-    const uint32_t start = (ptx::shared_address(data + mn * kBlockK) & 0x3FFFF) >> 4;
-    const uint32_t low = (start | (kLeading >> 4) << 16) + step * kStep;
-    return uint64_t{kStride >> 4 | kSwizzle128 << 30} << 32 | low;
+    return panel_descriptor<kMajor, kBlockK>(data + mn * kBlockK, step);
+  }
+
+  // Of tiles with k contiguous, seen the other way round: step `step` of an operand whose k are the
+  // rows, and whose n are the columns of this tile and of those that follow it.
+  __device__ __forceinline__ uint64_t descriptor_by_rows(int step) const {
+    static_assert(kMajor == Major::kK);
+    return panel_descriptor<Major::kMn, kExtent>(data, step);
   }
 };
+
+// One thread. Tiles with k contiguous that make up a matrix's rows from `row` on: the columns from
+// `col` on, kPanel in each tile.
+template <int kExtent, int kNumPanels>
+__device__ __forceinline__ void load_panels(OperandTile<kExtent, Major::kK> (&to)[kNumPanels],
+                                            const CUtensorMap* map, int row, int col, int batch,
+                                            uint64_t* barrier, ptx::CachePolicy policy) {
+#pragma unroll
+  for (int i = 0; i < kNumPanels; ++i)
+    to[i].load(map, row, col + i * kPanel, batch, barrier, policy);
+}
 
 // A warp's share of a panel of a 16-bit result: 16 rows by kPanel columns.
 struct alignas(kSwizzleBytes) ResultPanel {
@@ -77,9 +103,10 @@ struct alignas(kSwizzleBytes) ResultPanel {
     return data + row * kCols + ((col / 8) ^ (row % 8)) * 8;
   }
 
-  // One thread. To (row, col) of the matrix; joins the current bulk group.
-  __device__ __forceinline__ void store(const CUtensorMap* map, int row, int col) const {
-    ptx::cp_async_bulk_tensor_store(map, col, row, data);
+  // One thread. To (row, col) of a matrix of the batch; joins the current bulk group.
+  __device__ __forceinline__ void store(const CUtensorMap* map, int row, int col,
+                                        int batch = 0) const {
+    ptx::cp_async_bulk_tensor_store(map, col, row, batch, data);
   }
 };
 

@@ -3,10 +3,10 @@
 The first gives a result and its log-sum-exp; the other two are its derivative, given these two, and
 are linear: in the tangents of query, key and value, and in the cotangents of result and
 log-sum-exp. Each is the other's transpose. So a gradient is one pk_attention and one
-pk_attention_backward, for each of which a kernel can stand, with nothing kept but the operands and
-the results of the first; and there are derivatives of every order and both directions, which
-jax.custom_vjp would not give: those of the two linear ones, by what they are linear in, are
-themselves, and by all else those of the reference.
+pk_attention_backward, each of which is a kernel where `attention_call.py` has one, with nothing
+kept but the operands and the results of the first; and there are derivatives of every order and
+both directions, which jax.custom_vjp would not give: those of the two linear ones, by what they are
+linear in, are themselves, and by all else those of the reference.
 
 `define` registers such a family, which ring attention is as well. Operands lead with the batch, so
 that a map makes it longer: query, key, value, then for the linear ones result, log-sum-exp and the
@@ -25,7 +25,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from pk_jax import _compat, _selection
-from pk_jax._primitives import product_maps
+from pk_jax._primitives import attention_call, matmul, product_maps
 from pk_jax._primitives.rules import fall_back, is_zero, no_tangent, of_transpose
 from pk_jax._reference import attention as reference
 from pk_jax._reference.attention import Places
@@ -203,38 +203,51 @@ def _effects(query: Any, axis_name: Any = (), **_: Any) -> Any:
 def _lower(
     ctx: Any,
     *operands: Any,
-    op: str,
-    rule: Callable[..., Any],
-    instead: _selection.Decision,
+    number: int,
+    family: Family,
+    choose: Callable[..., Any],
+    path: str,
     **params: Any,
 ) -> Any:
-    """The lowering rule, for all platforms; `instead` is what CUDA takes as yet."""
+    """The lowering rule, for all platforms, of one of the primitives of a family."""
+    rule = family.rules[number]
     if params["implementation"] != "reference":
-        platforms = tuple(ctx.module_context.platforms)
-        elsewhere = _selection.Decision(instead.path, _selection.why_platform(op, *platforms))
-        decision = instead if platforms == ("cuda",) else elsewhere
-        fall_back(op, params["implementation"], decision)
+        op, platforms = name_of(family, number), tuple(ctx.module_context.platforms)
+        decision = _selection.Decision(path, _selection.why_platform(op, *platforms))
+        if platforms == ("cuda",):
+            rule, decision = choose(number, ctx, params)
+        if decision.path != "cuda":
+            fall_back(op, params["implementation"], decision)
     return mlir.lower_fun(rule, multiple_results=True)(ctx, *operands, **params)
 
 
-def define(family: Family, bind: Callable[..., Any], instead: _selection.Decision) -> None:
+def name_of(family: Family, number: int) -> str:
+    """What one of the three is called, as its custom call is if it has one."""
+    primitive = (family.forward, family.tangent, family.backward)[number]
+    return primitive.name.removeprefix("pk_")
+
+
+def define(family: Family, bind: Callable[..., Any], choose: Callable[..., Any], path: str) -> None:
     """Registers the primitives of an op.
 
     Args:
         family: the op.
         bind: binds one of them, with operands cast to vary alike.
-        instead: the path that CUDA takes, and why.
+        choose: (which of the three, lowering context, parameters) -> its rule on CUDA, and the
+            Decision that says why.
+        path: what its rules are on other platforms.
     """
     primitives = (family.forward, family.tangent, family.backward)
     types = (_types_of_rows, _types_of_rows, _types_of_operands)
-    for primitive, rule, abstract_eval in zip(primitives, family.rules, types, strict=True):
+    all_three = zip(primitives, family.rules, types, strict=True)
+    for number, (primitive, rule, abstract_eval) in enumerate(all_three):
         which = {"family": family, "primitive": primitive}
         primitive.def_impl(functools.partial(_compat.run_eagerly, primitive))
         primitive.def_effectful_abstract_eval(abstract_eval)
         ad.primitive_jvps[primitive] = functools.partial(_jvp_of_linear, bind=bind, **which)
         ad.primitive_transposes[primitive] = functools.partial(_transpose, bind=bind, **which)
         batching.fancy_primitive_batchers[primitive] = functools.partial(_batch, rule=rule, **which)
-        lower = functools.partial(_lower, op=family.op, rule=rule, instead=instead)
+        lower = functools.partial(_lower, number=number, family=family, choose=choose, path=path)
         # Not cacheable: what a ring sends has channels of its own, as in rules.define().
         mlir.register_lowering(primitive, lower, cacheable=False)
     ad.primitive_jvps[family.forward] = functools.partial(_jvp, family=family, bind=bind)
@@ -260,7 +273,43 @@ def bind(primitive: Primitive, *operands: Any, **params: Any) -> Any:
 
 
 FAMILY = make(OP, *map(in_lax, (reference.attention, reference.tangent, reference.backward)))
-define(FAMILY, bind, _selection.Decision("reference", _selection.NO_ATTENTION))
+
+# Of the three: whether there is a kernel for some operands, and the kernel.
+_KERNELS: tuple[Any, ...] = (
+    (attention_call.why_not, attention_call.forward),
+    None,
+    (attention_call.why_not_backward, attention_call.backward),
+)
+
+
+def decide(number: int, ctx: Any, params: dict[str, Any]) -> _selection.Decision:
+    """The path of one of the three, of the operands being lowered for CUDA."""
+    if _KERNELS[number] is None:
+        return _selection.Decision("reference", _selection.NO_TANGENT)
+    why_not, _ = _KERNELS[number]
+    reason = in_lax(why_not)(*ctx.avals_in, **params)
+    if reason is not None:
+        return _selection.Decision("reference", reason)
+    if _compat.is_partitioned(ctx):
+        return _selection.Decision("reference", _selection.PARTITIONED)
+    devices = _compat.program_devices(ctx)
+    alone = [[i] for i in range(len(devices or ()))]
+    dtype, auto = ctx.avals_in[0].dtype, _compat.auto_axes(ctx)
+    return _selection.decide(name_of(FAMILY, number), dtype, alone, devices, auto)
+
+
+def _choose(number: int, ctx: Any, params: dict[str, Any]) -> tuple[Any, _selection.Decision]:
+    rule = FAMILY.rules[number]
+    if any(0 in aval.shape for aval in (*ctx.avals_in, *ctx.avals_out)):
+        return rule, _selection.Decision("cuda")  # there is nothing to compute
+    decision = decide(number, ctx, params)
+    if decision.path == "cuda":
+        _, kernel = _KERNELS[number]
+        rule = in_lax(functools.partial(kernel, num_sms=matmul.num_sms(ctx)))
+    return rule, decision
+
+
+define(FAMILY, bind, _choose, "reference")
 
 
 def attention(

@@ -206,7 +206,7 @@ def lower(
     if params["implementation"] != "reference" and not empty:
         decision = _decide(op, ctx, most, params)
         if decision.path == "cuda":
-            rule = functools.partial(cuda, num_sms=_num_sms(ctx))
+            rule = functools.partial(cuda, num_sms=num_sms(ctx))
         else:
             fall_back(op, params["implementation"], decision)
     return mlir.lower_fun(rule, multiple_results=False)(ctx, *operands, **params)
@@ -234,7 +234,7 @@ def _decide(op: str, ctx: Any, most: int, params: dict[str, Any]) -> _selection.
     return _selection.decide(op, x.dtype, alone, devices, _compat.auto_axes(ctx))
 
 
-def _num_sms(ctx: Any) -> int:
+def num_sms(ctx: Any) -> int:
     """The SMs that a plan may count on: those of the smallest device that may run the program."""
     devices = _compat.program_devices(ctx)
     found = _selection.num_sms(devices) if devices else None

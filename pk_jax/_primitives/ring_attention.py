@@ -1,9 +1,9 @@
 """The primitives pk_ring_attention, pk_ring_attention_tangent and pk_ring_attention_backward.
 
-A family as in `attention.py`, of operands that are each rank's part. What is composed here of
-pk_ppermute and pk_attention is how they run everywhere as yet: keys and values go round the ring
-(Liu et al., arXiv:2310.01889), and a rank meets in turn those of the rank before it, of the one
-before that, and so on, in n - 1 hops:
+A family as in `attention.py`, of operands that are each rank's part. They are composed of
+pk_ppermute and pk_attention, on the paths of their own: keys and values go round the ring (Liu et
+al., arXiv:2310.01889), and a rank meets in turn those of the rank before it, of the one before
+that, and so on, in n - 1 hops:
 
     hop   rank 0   rank 1   rank 2   rank 3        keys of which rank, 4 ranks
      0      k0       k1       k2       k3
@@ -17,8 +17,10 @@ and values go on with these, in fp32, and home at last.
 
 Which hops are of use to which ranks is known while tracing. A hop that serves no rank is left out,
 rows then moving several ranks at once; in one that serves some the others skip the arithmetic, by a
-lax.cond with no collective inside. The ranks are few, so hops are written out and not a loop: each
-is what it must be, and XLA may send the next keys while it computes.
+lax.cond with no collective inside. Not where a kernel does the arithmetic: that passes over what is
+masked by itself, and on a GPU the host waits for the predicate of a cond. The ranks are few, so
+hops are written out and not a loop: each is what it must be, and XLA may send the next keys while
+it computes.
 """
 
 import functools
@@ -79,6 +81,7 @@ class _Ring:
         self.batch = query.shape[0]
         self.places = attention.places_of(given, arrays)
         self.implementation, self.config = params["implementation"], params["config"]
+        self.skips = params.get("skips", True)
         self.rank = lax.axis_index(self.axes)
 
     def moved(self, x: Any, by: int) -> Any:
@@ -137,7 +140,7 @@ class _Ring:
                 key_segments=carried[-1],
             )
             run = functools.partial(step, blocks=carried[:-1], places=places)
-            if all(hops[hop]):
+            if all(hops[hop]) or not self.skips:
                 stays, travels = run(stays, travels)
             else:
                 sees = jnp.asarray(hops[hop])[self.rank]
@@ -218,7 +221,17 @@ def bind(primitive: Primitive, *operands: Any, **params: Any) -> Any:
 
 
 FAMILY = attention.make(OP, _forward, _tangent, _backward)
-attention.define(FAMILY, bind, _selection.Decision("unfused", _selection.NO_RING))
+
+
+def _choose(number: int, ctx: Any, params: dict[str, Any]) -> tuple[Any, _selection.Decision]:
+    """The composition; ranks skip no hop whose attention is a kernel."""
+    exact = reference.accumulator(ctx.avals_in[0].dtype)
+    part = attention.decide(number, ctx, params | {"dtype": exact})
+    rule = functools.partial(FAMILY.rules[number], skips=part.path != "cuda")
+    return rule, _selection.Decision("unfused", _selection.NO_RING)
+
+
+attention.define(FAMILY, bind, _choose, "unfused")
 
 
 def ring_attention(
