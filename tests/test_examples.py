@@ -256,3 +256,24 @@ def test_losses_of_modules_that_differ_are_told_apart(example):
         (losses, [2, 1.5, np.nan]),
     ):
         assert not agree(ours, theirs, 1e-4)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_long_context_runs_and_agrees(layout, example, capsys, monkeypatch):
+    """On the devices that the tests have; by its own words."""
+    module = example("long_context")
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)  # devices are there already
+    arguments = ["--cpu", "--devices", "4", "--seq", "64", "--steps", "3", "--layout", layout]
+    assert module.main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "4 cpu, 16 of 64 rows on each" in said and "(within rounding)" in said
+
+
+def test_long_context_sees_wrong_positions(example, capsys, monkeypatch):
+    """Rows in the order of zigzag with an attention that takes them for contiguous."""
+    module = example("long_context")
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    ring = pk.ring_attention
+    monkeypatch.setattr(pk, "ring_attention", lambda *xs, layout, **how: ring(*xs, **how))
+    assert module.main(["--cpu", "--devices", "4", "--seq", "64", "--steps", "3"]) == 1
+    assert "BEYOND" in capsys.readouterr().out
