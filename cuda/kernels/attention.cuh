@@ -229,9 +229,9 @@ struct Attention {
     // What masks need is made when one is: there are no registers to keep it.
     if (step.masked) sight(batch).mask(scores, row, step.key, -INFINITY);
     scale = softmax.take(scores, args.logits.unit);
-    // Of the sums the rest may well come after it.
-    ptx::made_before_wait(__float_as_uint(scores.value[Scores::kCount - 3]) |
-                          __float_as_uint(scores.value[Scores::kCount - 1]));
+    // A quarter of the weights is made before the wait for PV, and some of the sums.
+    ptx::made_before_wait(scores.value[Scores::kCount - 3]);
+    ptx::made_before_wait(scores.value[Scores::kCount - 1]);
   }
 
   // The result and the log-sum-exp of a consumer's rows.

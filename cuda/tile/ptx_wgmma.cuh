@@ -60,6 +60,19 @@ __device__ __forceinline__ void made_before_wait(uint32_t x) {
       : "memory");
 }
 
+// The same of a number that is not below zero, or a NaN, where ptxas cannot prove it so. It orders
+// what makes x otherwise than for a comparison of bits, and which of the two is faster is for a
+// kernel to find out.
+__device__ __forceinline__ void made_before_wait(float x) {
+  asm volatile(
+      "{\n"
+      "  .reg .pred p;\n"
+      "  setp.lt.f32 p, %0, 0f00000000;\n"
+      "  @p trap;\n"
+      "}" ::"f"(x)
+      : "memory");
+}
+
 // clang-format off
 #define PK_D16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define PK_D0 PK_D16 ", " \
