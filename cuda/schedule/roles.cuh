@@ -80,10 +80,17 @@ struct Roles {
     }
     ptx::setmaxnreg_dec<kMover>();
     const int warp = warp_of_block % 4;
-    // Each returns: the number of the warp is not kept in a register meanwhile.
-    if (warp == 0) return op.load();
+    // With few registers each returns, so that the number of the warp is not kept meanwhile.
+    constexpr bool kReturns = kMover < 40;
+    if (warp == 0) {
+      op.load();
+      if constexpr (kReturns) return;
+    }
     if constexpr (requires { op.communicate(); }) {
-      if (warp == 1) return op.communicate();
+      if (warp == 1) {
+        op.communicate();
+        if constexpr (kReturns) return;
+      }
     }
     if constexpr (requires { op.copy(0); }) {
       if (warp >= 2) op.copy(warp - 2);
